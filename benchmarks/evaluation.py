@@ -33,7 +33,7 @@ from vlmrm.data.comparisons import load_comparisons
 from vlmrm.data.rows import read_row
 from vlmrm.engine import Engine
 from vlmrm.evaluation.evaluate import evaluate
-from vlmrm.measures import rewrites
+from vlmrm.measures import changes
 from vlmrm.measures.donors import is_sampled
 from vlmrm.measures.interventions import INTERVENTIONS, named
 from vlmrm.modeling import RewardModel, load_processor, make_tiny
@@ -114,15 +114,7 @@ def workbench(base: Path, size: str) -> tuple[ComparisonCollator, RewardModel]:
 
 def vocabulary() -> list[str]:
     """Return the words of which the template, texts and rewrites are made."""
-    phrases = (rewrites.HEADING, rewrites.HEDGE, rewrites.AGREEMENT, rewrites.CERTAINTY, rewrites.GREETING)
-    texts = (
-        "system user a helpful assistant",
-        *rewrites.FILLERS,
-        *rewrites.GERMAN.items(),
-        *phrases,
-        rewrites.DISCLAIMER,
-        rewrites.REPETITION,
-    )
+    texts = ("system user a helpful assistant", changes.HEADING, changes.AGREEMENT, *changes.FILLERS)
     return sorted({word.lower() for text in texts for word in re.findall(r"[^\W\d_]+", str(text))})
 
 

@@ -15,6 +15,7 @@ from PIL.Image import Resampling
 
 from vlmrm.conversation import Video
 from vlmrm.data.media import open_image, video_frames
+from vlmrm.measures.changes import BLOCK, CODE, SENTENCE_END, Rewrite, continuable, opened_with, prose
 from vlmrm.measures.interventions import (
     Intervention,
     asking,
@@ -25,7 +26,6 @@ from vlmrm.measures.interventions import (
     restyled,
     rewriting,
 )
-from vlmrm.measures.rewrites import BLOCK, CODE, SENTENCE_END, Rewrite, continuable, opened_with, prose
 
 BLUR_SIDE = 4
 TYPO_EVERY = 8  # words

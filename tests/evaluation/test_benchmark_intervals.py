@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from vlmrm.evaluation.public import benchmark
-from vlmrm.evaluation.public.estimates import PARTS, dealt, with_intervals
+from vlmrm.evaluation.public.rules import PARTS, dealt, with_intervals
 
 
 def scored(right, prompts, categories="all"):

@@ -18,9 +18,10 @@ from scored import scored
 
 from benchmarks.browser import CHROMIUM, Browser
 from vlmrm.evaluation.report import build_report, explorer
-from vlmrm.evaluation.report.checkpoints import accuracy_share, percent, split
+from vlmrm.evaluation.report.checkpoints import percent, split
 from vlmrm.evaluation.report.explorer import pack_pairs
 from vlmrm.measures.analysis import figures
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.pairs import margins_of
 from vlmrm.measures.plots import COLOURS
@@ -231,7 +232,7 @@ def test_two_models_stand_side_by_side(browser, frames):
         assert line[0] == name and line[3:] == [str(count) for count in counts]
         for cell, frame in zip(line[1:3], frames, strict=True):
             rows = frame if name == "all" else frame[frame["category"] == name.removeprefix("category: ")]
-            share = accuracy_share(figures(rows))
+            share = Estimate(**figures(rows)["preference_accuracy"])
             assert cell == f"{percent(share.value)} ({percent(share.low)} to {percent(share.high)})"
     by_name = dict(zip(names_of(both), zip(a, b, decided, strict=True), strict=True))
     agreed = {"differ": operator.ne, "onlyA": operator.gt, "neither": lambda a, b: not (a or b)}

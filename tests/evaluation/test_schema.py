@@ -16,8 +16,8 @@ from vlmrm.evaluation.schema import (
     Best,
     Provenance,
     ResultsFile,
+    Row,
     Statistics,
-    _Row,
     dump_results,
     load_results,
 )
@@ -79,7 +79,7 @@ def test_a_field_that_is_wrong_is_named(content, tmp_path):
 
 def test_the_guide_tells_every_field():
     guide = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()
-    types = (ResultsFile, Best, _Row, Statistics, Provenance, Estimate, Distribution, ReliabilityBin, BestOfN)
+    types = (ResultsFile, Best, Row, Statistics, Provenance, Estimate, Distribution, ReliabilityBin, BestOfN)
     fields = {name for one in types for name in one.__annotations__}
     fields |= METRICS.keys() - {name for it in INTERVENTIONS.values() for name in (f"{it.name}_accuracy", it.loss)}
     assert {name for name in fields if f"`{name}`" not in guide} <= {"q25", "q50", "q75"}  # `q05` to `q95`

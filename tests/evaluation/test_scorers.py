@@ -38,7 +38,7 @@ from vlmrm.evaluation.evaluate import _Share
 from vlmrm.evaluation.report import build_report
 from vlmrm.evaluation.results import Results
 from vlmrm.evaluation.schema import load_results
-from vlmrm.evaluation.scorers.function import FunctionEntry
+from vlmrm.evaluation.scorers.reward import FunctionEntry
 from vlmrm.evaluation.sweep import sweep
 from vlmrm.formats.openai import write_messages
 from vlmrm.measures.interventions import INTERVENTIONS, alterations
@@ -458,7 +458,7 @@ def test_a_service_by_each_protocol(here, data, texts):
 def test_a_mistyped_scorer_is_one_sentence(here, texts, spec, sentence):
     if spec == "outputs/absent":  # as the id of a repository might be
         [row] = sweep(asked(texts, spec)).rows
-        assert "is no folder here, and cannot be downloaded from the hub" in (row["error"] or "")
+        assert "is neither a folder nor a hub checkpoint that can be reached" in (row["error"] or "")
         return
     with pytest.raises(ConfigError) as refused:
         sweep(asked(texts, spec))

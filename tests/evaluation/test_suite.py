@@ -19,7 +19,7 @@ from vlmrm.evaluation.leaderboard import leaderboard
 from vlmrm.evaluation.public import BENCHMARKS
 from vlmrm.evaluation.report import build_report
 from vlmrm.evaluation.schema import load_results
-from vlmrm.evaluation.scorers.function import FunctionEntry
+from vlmrm.evaluation.scorers.reward import FunctionEntry
 from vlmrm.evaluation.suite import SUITES, evaluation_sets
 from vlmrm.evaluation.sweep import sweep
 from vlmrm.modeling import write_complete

@@ -19,7 +19,6 @@ from vlmrm import cli, load_scorer
 from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, VlmrmError
 from vlmrm.evaluation import evaluate as evaluate_module
 from vlmrm.evaluation import sweep as sweep_module
-from vlmrm.evaluation import sweep_result
 from vlmrm.evaluation.evaluate import evaluate
 from vlmrm.evaluation.schema import load_results
 from vlmrm.evaluation.sweep import sweep, watch
@@ -151,7 +150,7 @@ def test_a_checkpoint_may_be_left_as_it_is(run_folder, data, monkeypatch, capsys
     def read_only(*_, **__):
         raise ConfigError("reward_model.json cannot be written (Read-only file system)")
 
-    monkeypatch.setattr(sweep_result, "save_normalization", read_only)
+    monkeypatch.setattr(sweep_module, "save_normalization", read_only)
     assert sweep(asked(run_folder, data)).best is not None
     assert (
         "not saved with the best checkpoint: reward_model.json cannot be written (Read-only file system)"

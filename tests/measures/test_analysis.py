@@ -43,7 +43,7 @@ def test_figures_are_those_of_the_plain_functions():
         "groupwise_accuracy": 3 / 5,
         "average_margin": decided.mean(),
         "tied_margin": 1.0,
-        "loss": statistics.negative_log_likelihood(decided),
+        "loss": statistics.log_losses(decided).mean(),
         "brier": statistics.squared_errors(decided).mean(),
     }.items():
         assert found[name]["value"] == pytest.approx(value), name

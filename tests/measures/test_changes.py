@@ -14,12 +14,11 @@ from vlmrm.conversation import Comparison, Image, Judgement, Message, Text, Vide
 from vlmrm.data.media import open_image, open_video
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.arguments import EvaluationArguments
-from vlmrm.measures import pictures
+from vlmrm.measures import changes
+from vlmrm.measures.changes import AGREEMENT
 from vlmrm.measures.donors import is_sampled, prompt_id
 from vlmrm.measures.interventions import FAMILIES, INTERVENTIONS, Intervention, alterations, named
-from vlmrm.measures.pair_arrays import PairArrays
-from vlmrm.measures.pairs import ScoredComparisons, scored_frame
-from vlmrm.measures.rewrites import AGREEMENT
+from vlmrm.measures.pairs import PairArrays, ScoredComparisons, scored_frame
 
 RNG = np.random.default_rng(0)
 
@@ -79,17 +78,17 @@ def test_neutral_pictures_keep_nothing():
     original = np.asarray(references(ROW.prompt)[0], float)
     assert (pixels["blank_image"] == 128).all()
     assert abs(np.corrcoef(pixels["noise_image"].ravel(), original.ravel())[0, 1]) < 0.05
-    assert (np.asarray(pictures.noise(picture())) != np.asarray(pictures.noise(picture()))).any(), "by the content"
+    assert (np.asarray(changes.noise(picture())) != np.asarray(changes.noise(picture()))).any(), "by the content"
 
 
 def test_degraded_pictures_are_still_recognised():
     """A cropped gradient is the same gradient, and so is its JPEG."""
     original = Pillow.fromarray((np.add.outer(range(200), range(200)) // 2).astype(np.uint8))
-    for degrade in (pictures.compressed, pictures.cropped, pictures.smaller):
+    for degrade in (changes.compressed, changes.cropped, changes.smaller):
         degraded = open_image(degrade(original)).resize(original.size).convert("L")
         assert np.corrcoef(np.asarray(degraded, float).ravel(), np.asarray(original, float).ravel())[0, 1] > 0.95
-    assert pictures.smaller(original).size == (140, 140) and pictures.smaller(picture(40, 30)).size == (37, 28)
-    assert np.asarray(pictures.cropped(original))[0, 0, 0] > np.asarray(original)[0, 0], "the corner is cut off"
+    assert changes.smaller(original).size == (140, 140) and changes.smaller(picture(40, 30)).size == (37, 28)
+    assert np.asarray(changes.cropped(original))[0, 0, 0] > np.asarray(original)[0, 0], "the corner is cut off"
 
 
 def test_answers_that_are_images_are_painted_and_degraded_but_not_exchanged():
@@ -105,7 +104,7 @@ def test_answers_that_are_images_are_painted_and_degraded_but_not_exchanged():
 def test_frames_are_shuffled():
     frames = CLIP.reference
     assert sorted(map(id, references(CHANGED["shuffled_frames"].prompt)[1])) == sorted(map(id, frames))
-    assert all(pictures.shuffled(Video(frames[:number])).reference != frames[:number] for number in range(2, 7))
+    assert all(changes.shuffled(Video(frames[:number])).reference != frames[:number] for number in range(2, 7))
 
 
 def test_a_video_file_is_read_as_it_is_scored_and_then_painted(tmp_path):

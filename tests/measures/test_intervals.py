@@ -73,10 +73,10 @@ def test_rows_of_little_weight_do_not_narrow_an_interval():
     rng, sets, covered = np.random.default_rng(0), 300, 0
     weights = np.where(np.arange(100) % 4, 0.05, 1.0)
     for _ in range(sets):
-        found = Mean(rng.random(100) < 0.8, weights, "share").estimate(np.arange(100))
+        found = Mean(rng.random(100) < 0.8, weights, scale="share").estimate(np.arange(100))
         covered += found.low <= 0.8 <= found.high
     assert 0.91 <= covered / sets <= 0.99
-    all_right = Mean(np.ones(130), np.repeat([1.0, 1e-9], [30, 100]), "share").estimate(np.arange(130))
+    all_right = Mean(np.ones(130), np.repeat([1.0, 1e-9], [30, 100]), scale="share").estimate(np.arange(130))
     assert all_right.low == pytest.approx(wilson(30, 30).low, abs=0.01)
 
 

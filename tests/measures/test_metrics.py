@@ -17,8 +17,7 @@ from vlmrm.measures.analysis import analyse, figures, trl_summary
 from vlmrm.measures.intervals import Estimate, Figure
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRICS, distribution
-from vlmrm.measures.pair_arrays import PairArrays, groupwise_right
-from vlmrm.measures.pairs import scored_pairs
+from vlmrm.measures.pairs import PairArrays, groupwise_right, scored_pairs
 
 
 def comparison(row_id: str, *ratings: float, category: str | None = None) -> Comparison:

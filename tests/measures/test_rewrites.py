@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlmrm.measures import rewrites
-from vlmrm.measures.rewrites import Rewrite
+from vlmrm.measures import changes
+from vlmrm.measures.changes import Rewrite
 
 ANSWER = (
     "The image shows **two** dogs, a red one and a black one; they weigh 3.5 kg. It isn't clear why!\n\n"
     "```python\nthe_image = [1, 2.]  # NOT TOUCHED.\n```\n\nUse `the.image`, not *that*."
 )
 ALL: dict[str, Rewrite] = {
-    name: getattr(rewrites, name) for name in ("padded", "with_markdown", "without_markdown", "agreeing")
+    name: getattr(changes, name) for name in ("padded", "with_markdown", "without_markdown", "agreeing")
 }
 texts = st.text(st.sampled_from("aB é.!?,:*_`#-1>\n") | st.characters(codec="utf-8"), max_size=60)
 
@@ -57,25 +57,25 @@ def test_what_decorates_keeps_the_text_itself(name):
 
 
 def test_markdown_inside_markdown_is_stripped_too():
-    assert rewrites.without_markdown("# - **a _b_ c**\n1. # d") == "a b c\nd"
+    assert changes.without_markdown("# - **a _b_ c**\n1. # d") == "a b c\nd"
 
 
 def test_markdown_is_set_and_stripped():
     plain = "The dog is red. It weighs 3.5 kg!"
-    assert rewrites.with_markdown(plain) == "## Answer\n\n**The dog is red.**\n\nIt weighs 3.5 kg!"
-    assert rewrites.without_markdown(plain) == plain
+    assert changes.with_markdown(plain) == "## Answer\n\n**The dog is red.**\n\nIt weighs 3.5 kg!"
+    assert changes.without_markdown(plain) == plain
 
 
 def test_markdown_is_stripped_where_it_is_markup_and_nowhere_else():
-    assert rewrites.without_markdown("# Two\n\n- **one** _a_\n2. *b*\n> c\n---\nx") == "Two\n\none a\nb\nc\nx"
+    assert changes.without_markdown("# Two\n\n- **one** _a_\n2. *b*\n> c\n---\nx") == "Two\n\none a\nb\nc\nx"
     for text in ("2 * 3 * 4 = 24", "snake_case_name", "5 - 3", "a #1 dog", "**"):
-        assert rewrites.without_markdown(text) == text
+        assert changes.without_markdown(text) == text
 
 
 def test_padding_doubles_a_text_and_matches_a_length():
-    assert 2 * len(ANSWER) <= len(rewrites.padded(ANSWER)) < 2 * len(ANSWER) + 80
-    assert all(filler.endswith(".") for filler in rewrites.FILLERS)
+    assert 2 * len(ANSWER) <= len(changes.padded(ANSWER)) < 2 * len(ANSWER) + 80
+    assert all(filler.endswith(".") for filler in changes.FILLERS)
     for length in range(40, 300):
-        matched = rewrites.of_length(length)("It is red.")
+        matched = changes.of_length(length)("It is red.")
         assert length - 12 <= len(matched) <= length and matched.startswith("It is red.")
-    assert rewrites.of_length(5)("It is red.") == "It is red."
+    assert changes.of_length(5)("It is red.") == "It is red."

@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 from vlmrm.errors import DataError
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRICS
-from vlmrm.measures.pair_arrays import PairArrays
+from vlmrm.measures.pairs import PairArrays
 
 COUNT = 600
 RNG = np.random.default_rng(0)  # of this module's columns; tests draw from seeds of their own, in any order

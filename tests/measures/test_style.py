@@ -11,7 +11,7 @@ from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 
 from vlmrm.measures.analysis import figures
-from vlmrm.measures.style import AtEqualStyle, markup
+from vlmrm.measures.statistics import AtEqualStyle, markup
 
 RNG = np.random.default_rng(0)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
@@ -12,6 +12,7 @@ from vlmrm.libraries import parse_dtype
 from vlmrm.measures.interventions import GROUPS, INTERVENTIONS, named
 from vlmrm.measures.metrics import METRICS
 from vlmrm.modeling.arguments import ComputeArguments
+from vlmrm.settings import key
 
 # Keys of `DataArguments` that evaluation does not use, and what to do instead.
 NOT_EVALUATED = {
@@ -56,117 +57,75 @@ def check_set_keys(data_args: DataArguments, train_data: Sequence[str], *, is_be
 
 @dataclass
 class EvaluationArguments(ComputeArguments):
-    model_dirs: list[str] = field(
-        default_factory=list, metadata={"help": "Training output folders, or checkpoints themselves."}
+    model_dirs: list[str] = key([], "Training output folders, or checkpoints themselves.")
+    scorer: list[str] = key(
+        [],
+        "Any other scorers: a checkpoint's folder or hub id, `hf:ID`, `reward:NAME`, "
+        "`judge:MODEL@http://host:port/v1`, `http://host:port` or `python:module.function`, each with its options "
+        "as `?key=value&key=value`.",
     )
-    scorer: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Any other scorers: a checkpoint's folder or hub id, `hf:ID`, `reward:NAME`, "
-            "`judge:MODEL@http://host:port/v1`, `http://host:port` or `python:module.function`, each with its options "
-            "as `?key=value&key=value`."
-        },
+    scorer_drops_media: bool = key(
+        False, "Show a scorer that cannot see images or videos the texts alone, instead of refusing it."
     )
-    scorer_drops_media: bool = field(
-        default=False,
-        metadata={"help": "Show a scorer that cannot see images or videos the texts alone, instead of refusing it."},
+    checkpoint_pattern: str = key("checkpoint-*", "Which folders inside each of `model_dirs` are checkpoints.")
+    base_model_path: str | None = key(
+        None, "Base of adapter checkpoints, and processor of checkpoints saved without one."
     )
-    checkpoint_pattern: str = field(
-        default="checkpoint-*", metadata={"help": "Which folders inside each of `model_dirs` are checkpoints."}
+    eval_batch_size: int = key(8, "Comparisons in a batch.")
+    output_file: str = key("evaluation_results.csv", "The results table; the details go beside it as .json.")
+    dtype: str = key(
+        "auto", "Type of the weights: bfloat16, float16 or float32 (bf16, fp16, fp32); `auto` keeps the checkpoint's."
     )
-    base_model_path: str | None = field(
-        default=None,
-        metadata={"help": "Base of adapter checkpoints, and processor of checkpoints saved without one."},
+    interventions: list[str] = key(
+        ["standard"],
+        "What to score beside the comparisons, to see what the preference rests on: names, "
+        f"{', '.join(GROUPS[:-1])} or {GROUPS[-1]}.",
     )
-    eval_batch_size: int = field(default=8, metadata={"help": "Comparisons in a batch."})
-    output_file: str = field(
-        default="evaluation_results.csv", metadata={"help": "The results table; the details go beside it as .json."}
+    intervention_sample: int = key(
+        300,
+        "About so many comparisons, drawn as whole prompts, are scored under each intervention; of a "
+        "smaller data set all.",
     )
-    dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "Type of the weights: bfloat16, float16 or float32 (bf16, fp16, fp32); `auto` keeps the "
-            "checkpoint's.",
-        },
+    benchmark: list[str] = key(
+        [],
+        "Public benchmarks by name, scored by their authors' rules: vl-rewardbench, hpdv3, ...; "
+        "`dataset_path` may name a local copy, of several a folder with a copy of each by its name.",
     )
-    interventions: list[str] = field(
-        default_factory=lambda: ["standard"],
-        metadata={
-            "help": "What to score beside the comparisons, to see what the preference rests on: names, "
-            f"{', '.join(GROUPS[:-1])} or {GROUPS[-1]}."
-        },
+    data: list[str] = key(
+        [],
+        "Several data sets, as PATH or NAME=PATH, each with results of its own; those of `dataset_path` "
+        "are mixed into one.",
     )
-    intervention_sample: int = field(
-        default=300,
-        metadata={
-            "help": "About so many comparisons, drawn as whole prompts, are scored under each intervention; of a "
-            "smaller data set all."
-        },
+    suite: str | None = key(
+        None,
+        "A YAML file of data sets by name, each with its keys, or a list of public benchmarks by name: "
+        "image-understanding, image-generation, image-editing, video, robots, text.",
     )
-    benchmark: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Public benchmarks by name, scored by their authors' rules: vl-rewardbench, hpdv3, ...; "
-            "`dataset_path` may name a local copy, of several a folder with a copy of each by its name."
-        },
+    group_by: list[str] = key([], "Columns of the data whose values get figures of their own.")
+    train_data: list[str] = key(
+        [],
+        "What the models were trained on, in any of the formats of `dataset_path`: the results then say "
+        "which evaluation rows are in it, and how good the models are on the others.",
     )
-    data: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Several data sets, as PATH or NAME=PATH, each with results of its own; those of `dataset_path` "
-            "are mixed into one."
-        },
+    metric_for_best: str = key(
+        "preference_accuracy",
+        "The figure that chooses the best checkpoint: one of `statistics`, such as `loss`, "
+        "`image_reliance` or `groupwise_accuracy`; `accuracy/CATEGORY`; or `benchmark/NAME`. Of several data "
+        "sets it is the mean, or with SET:FIGURE the figure of one.",
     )
-    suite: str | None = field(
-        default=None,
-        metadata={
-            "help": "A YAML file of data sets by name, each with its keys, or a list of public benchmarks by name: "
-            "image-understanding, image-generation, image-editing, video, robots, text."
-        },
+    one_standard_error: bool = key(
+        False, "Choose the earliest checkpoint of the best one's training that is within one standard error of it."
     )
-    group_by: list[str] = field(
-        default_factory=list, metadata={"help": "Columns of the data whose values get figures of their own."}
+    fail_under: float | None = key(None, "Exit with status 6 when the best checkpoint's `metric_for_best` is below.")
+    save_normalization: bool = key(
+        True,
+        "Save mean and spread of the scores with the best checkpoint, in its `reward_model.json`; nothing "
+        "else of it changes.",
     )
-    train_data: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "What the models were trained on, in any of the formats of `dataset_path`: the results then say "
-            "which evaluation rows are in it, and how good the models are on the others."
-        },
-    )
-    metric_for_best: str = field(
-        default="preference_accuracy",
-        metadata={
-            "help": "The figure that chooses the best checkpoint: one of `statistics`, such as `loss`, "
-            "`image_reliance` or `groupwise_accuracy`; `accuracy/CATEGORY`; or `benchmark/NAME`. Of several data "
-            "sets it is the mean, or with SET:FIGURE the figure of one."
-        },
-    )
-    one_standard_error: bool = field(
-        default=False,
-        metadata={
-            "help": "Choose the earliest checkpoint of the best one's training that is within one standard error of "
-            "it."
-        },
-    )
-    fail_under: float | None = field(
-        default=None, metadata={"help": "Exit with status 6 when the best checkpoint's `metric_for_best` is below."}
-    )
-    save_normalization: bool = field(
-        default=True,
-        metadata={
-            "help": "Save mean and spread of the scores with the best checkpoint, in its `reward_model.json`; nothing "
-            "else of it changes."
-        },
-    )
-    watch: bool = field(
-        default=False, metadata={"help": "Wait for checkpoints, and evaluate each as soon as a training has saved it."}
-    )
-    watch_timeout: float = field(
-        default=60.0, metadata={"help": "Minutes without a new checkpoint after which `watch` ends."}
-    )
-    dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that open and process images."})
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the checkpoint."})
+    watch: bool = key(False, "Wait for checkpoints, and evaluate each as soon as a training has saved it.")
+    watch_timeout: float = key(60.0, "Minutes without a new checkpoint after which `watch` ends.")
+    dataloader_num_workers: int = key(0, "Processes that open and process images.")
+    trust_remote_code: bool = key(False, "Run code that comes with the checkpoint.")
 
     def __post_init__(self):
         super().__post_init__()

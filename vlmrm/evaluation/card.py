@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from huggingface_hub import EvalResult, ModelCardData
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vlmrm.errors import ConfigError
+from vlmrm.evaluation.report import templates
+from vlmrm.evaluation.report.audit import headline
 from vlmrm.evaluation.report.checkpoints import (
     Checkpoint,
     choose,
@@ -21,11 +21,9 @@ from vlmrm.evaluation.report.checkpoints import (
     read_sweeps,
     split,
 )
-from vlmrm.evaluation.report.sections import headline
-from vlmrm.evaluation.schema import Provenance, ResultsFile
 from vlmrm.files import require_own_file, write_file
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
-from vlmrm.measures.plots import Share
 from vlmrm.modeling.manifest import read_reward_file, verify_complete, write_complete
 
 CARD = "README.md"
@@ -45,25 +43,29 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
     info = read_reward_file(folder) or {}
     [frame] = read_frames([results])
     measured, sweeps = _find(folder, frame), read_sweeps([results])
-    accuracy, among = _accuracy(measured, frame, sweeps)
+    choice = choose(split([frame])[0], sweeps)
+    chosen = (choice.best.model, choice.best.name) == (measured.model, measured.name)
+    accuracy, among = (choice.accuracy, choice.among) if chosen else (measured.accuracy, 1)
+    rows = (row for sweep in sweeps for row in sweep["results"] if "provenance" in row)
+    named = (row for row in rows if (row["model"], row["checkpoint"]) == (measured.model, measured.name))
+    altered = {it.view: measured.altered(name) for name, it in INTERVENTIONS.items()}
+    shares = {"all pairs": accuracy, **{name: share for name, share in altered.items() if share.n}}
     base = info.get("provenance", {}).get("base_model")
-    loader = PackageLoader("vlmrm.evaluation", ".")
-    # Markdown, not HTML: texts of the data are cells of tables, which `cell` escapes.
-    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = templates(escape=False)  # in Markdown, texts of the data are cells of tables, which `cell` escapes
     environment.filters["cell"] = _cell
     text = environment.get_template("card.md.jinja").render(
         metadata=_metadata(folder, base, accuracy, data).to_yaml(),
         name=_name(folder),
-        base=None if base is None else _public_name(base),
+        base=Path(base).name if base is not None and Path(base).exists() else base,  # a hub id, or a folder's name
         data=data,
         accuracy=percent(accuracy.value),
         among=among,
         on_these=percent(measured.accuracy.value),
-        rows=_rows(measured, accuracy),
-        headline=headline(measured),
+        rows=[(name, percent(it.value), interval(it), f"{it.n:,}") for name, it in shares.items()],
+        headline=headline(measured.audit),
         length=percent(measured.figures["length_baseline_accuracy"]["value"]),
         correlation=number(measured.figures["margin_length_correlation"]["value"], 2),
-        scored=_provenance(measured, sweeps),
+        scored=next((row["provenance"] for row in named), None),  # scored pairs alone have none
         info=info,
         provenance=info.get("provenance", {}),
     )
@@ -86,31 +88,7 @@ def _find(folder: Path, frame: pd.DataFrame) -> Checkpoint:
     return matching[0]
 
 
-def _accuracy(measured: Checkpoint, frame: pd.DataFrame, sweeps: Sequence[ResultsFile]) -> tuple[Share, int]:
-    """Return its accuracy, without the luck of the choice where it was chosen, and among how many it was; else 1."""
-    checkpoints = split([frame])[0]
-    choice = choose(checkpoints, sweeps)
-    chosen = (choice.best.model, choice.best.name) == (measured.model, measured.name)
-    return (choice.accuracy, choice.among) if chosen else (measured.accuracy, 1)
-
-
-def _provenance(measured: Checkpoint, sweeps: Sequence[ResultsFile]) -> Provenance | None:
-    """Return the provenance of the figures, if the results have it: scored pairs alone do not."""
-    rows = (row for sweep in sweeps for row in sweep["results"] if "provenance" in row)
-    named = (row for row in rows if (row["model"], row["checkpoint"]) == (measured.model, measured.name))
-    return next((row["provenance"] for row in named), None)
-
-
-def _rows(measured: Checkpoint, accuracy: Share) -> list[tuple[str, str, str, str]]:
-    """Return the rows of the table of results: condition, accuracy, 95 % interval and number of pairs."""
-    shares = {"all pairs": accuracy}
-    for name, intervention in INTERVENTIONS.items():
-        if measured.altered(name).n:
-            shares[intervention.view] = measured.altered(name)
-    return [(name, percent(share.value), interval(share), f"{share.n:,}") for name, share in shares.items()]
-
-
-def _metadata(folder: Path, base: str | None, accuracy: Share, data: str) -> ModelCardData:
+def _metadata(folder: Path, base: str | None, accuracy: Estimate, data: str) -> ModelCardData:
     """Return the metadata that the hub reads from a card, with the results."""
     result = EvalResult(
         task_type="preference-evaluation",
@@ -135,11 +113,6 @@ def _name(folder: Path) -> str:
     """Return the names of the training and the checkpoint, as `best` alone is ambiguous."""
     path = folder.resolve()
     return f"{path.parent.name}-{path.name}"
-
-
-def _public_name(base: str) -> str:
-    """Return a hub id as it is; of a folder of this machine the last part."""
-    return Path(base).name if Path(base).exists() else base
 
 
 def _cell(text: Any) -> str:

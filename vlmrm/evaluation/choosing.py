@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,13 +13,14 @@ import pandas as pd
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.schema import Best, Row
 from vlmrm.measures.analysis import metric as figure_of
-from vlmrm.measures.intervals import Estimate, Figure
+from vlmrm.measures.intervals import Estimate, Figure, numbered, spread, with_ends
 from vlmrm.measures.metrics import METRICS
-from vlmrm.measures.pair_arrays import PairArrays
-from vlmrm.measures.selection import contributions, without_luck
+from vlmrm.measures.pairs import PairArrays
 
 CATEGORY, BENCHMARK = "accuracy/", "benchmark/"
 MEAN = "mean "  # begins the name of a figure that is the mean of several sets
+DRAWS, SEED = 400, 0
+CELLS = 1 << 22  # draws x prompts held at a time
 
 
 def step_of(checkpoint: str) -> int | None:
@@ -38,14 +39,17 @@ def split_metric(metric: str) -> tuple[str | None, str]:
 class Criterion:
     """The criterion by which the checkpoints of a sweep are compared.
 
-    `metric` is a figure of `vlmrm.measures.analysis`, `accuracy/CATEGORY` or `benchmark/NAME`. With
-    `one_standard_error` the best is the checkpoint with the fewest steps among those of the same training that are
-    within one standard error of the best: where the data do not distinguish them, the one trained least
-    (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3).
+    Attributes:
+        metric: a figure of `vlmrm.measures.analysis`, `accuracy/CATEGORY` or `benchmark/NAME`.
+        one_standard_error: choose the checkpoint with the fewest steps of those of the same training within one
+            standard error of the best (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3).
+        sets: of rows of a suite, the sets over which the mean of the figure is taken. They have no prompts in common,
+            so that its error is that of independent figures.
     """
 
     metric: str = "preference_accuracy"
     one_standard_error: bool = False
+    sets: tuple[str, ...] = ()
 
     def __post_init__(self):
         named = self.metric.startswith((CATEGORY, BENCHMARK))
@@ -59,15 +63,13 @@ class Criterion:
     @property
     def label(self) -> str:
         """Return the metric as results name it."""
-        return self.metric
+        if len(self.sets) > 1:
+            return f"{MEAN}{self.metric} of {len(self.sets)} sets"
+        return ":".join([*self.sets, self.metric])
 
     @property
     def higher_is_better(self) -> bool:
         return self.metric not in METRICS or METRICS[self.metric].better == "higher"
-
-    def value(self, row: Row) -> float:
-        """Return the row's figure."""
-        return figure_of(self._figures(row), self.metric)
 
     def ranked(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows that have the figure, the best first; of equal ones the one with fewer steps.
@@ -75,16 +77,24 @@ class Criterion:
         Empty where no row has it, or its standard error is needed and unknown: `require` raises the reason.
         """
         having = [row for row in rows if not row["error"] and not math.isnan(self.number(row, "value"))]
-        ranked = sorted(having, key=lambda row: (self._loss(row), _steps(row)))
-        if not self.one_standard_error or not ranked:
-            return ranked
-        best = ranked[0]
-        error = self.number(best, "standard_error")
-        if math.isnan(error):
+        sign = -1 if self.higher_is_better else 1
+        names = [(row["model"], row["checkpoint"]) for row in having]
+        losses, errors = ([self.number(row, part) for row in having] for part in ("value", "standard_error"))
+        order = self._order([sign * value for value in losses], errors, names)
+        if self.one_standard_error and order and math.isnan(errors[order[0]]):
             return []
-        close = [r for r in ranked if r["model"] == best["model"] and self._loss(r) <= self._loss(best) + error]
-        first = min(close, key=_steps)
-        return [first, *(row for row in ranked if row is not first)]
+        return [having[i] for i in order]
+
+    def _order(self, losses: Sequence[float], errors: Sequence[float], names: Sequence[tuple[str, str]]) -> list[int]:
+        """Return the numbers of checkpoints of these (model, checkpoint) names, the one to choose first."""
+        steps = [math.inf if (step := step_of(name)) is None else step for _, name in names]
+        order = sorted(range(len(losses)), key=lambda i: (losses[i], steps[i]))
+        if not self.one_standard_error or not order or math.isnan(errors[order[0]]):
+            return order
+        best = order[0]
+        within = (i for i in order if names[i][0] == names[best][0] and losses[i] <= losses[best] + errors[best])
+        first = min(within, key=steps.__getitem__)
+        return [first, *(i for i in order if i != first)]
 
     def best(self, rows: Sequence[Row], frame: pd.DataFrame | None = None) -> Best | None:
         """Return the first of `ranked`, in the form of the results file.
@@ -95,83 +105,69 @@ class Criterion:
         ranked = self.ranked(rows)
         if not ranked:
             return None
+        honest = None
+        if frame is not None:
+            parts = dict(iter(frame.groupby(["model", "checkpoint"], sort=False)))
+            names = [(row["model"], row["checkpoint"]) for row in ranked]
+            honest = self.without_luck([parts[name] for name in names]) if parts.keys() >= set(names) else None
         row = ranked[0]
         return {
             "metric": self.label,
             "one_standard_error": self.one_standard_error,
-            "value": self.value(row),
-            "without_luck": self._without_luck(ranked, frame),
+            "value": self.number(row, "value"),
+            "without_luck": None if honest is None else honest._asdict(),
             "model": row["model"],
             "checkpoint": row["checkpoint"],
             "path": row["path"],
         }
 
-    def _without_luck(self, ranked: Sequence[Row], frame: pd.DataFrame | None) -> dict[str, Any] | None:
-        if frame is None:
-            return None
-        parts = dict(iter(frame.groupby(["model", "checkpoint"], sort=False)))
-        measured = [parts[key] for row in ranked if (key := (row["model"], row["checkpoint"])) in parts]
-        honest = self.without_luck(measured) if len(measured) == len(ranked) else None
-        return None if honest is None else honest._asdict()
-
     def without_luck(self, parts: Sequence[pd.DataFrame], of: str | None = None) -> Estimate | None:
         """Return a figure of the checkpoint that this criterion chooses, without the luck of the choice.
+
+        None where it is no sum over prompts, such as a benchmark's, or fewer than two prompts are common to all.
 
         Args:
             parts: the scored pairs of each checkpoint.
             of: the metric that is reported; by default the one that chooses.
-
-        Returns:
-            The estimate; None where the figure is no sum over prompts, such as that of a benchmark, or where
-            fewer than two prompts are common to all.
         """
-        by = [self._figure(part, self.metric) for part in parts]
-        reported = by if of is None else [self._figure(part, of) for part in parts]
-        if not parts or any(figure is None for figure, _ in (*by, *reported)):
+        by, reported = (
+            [found for part in parts if (found := _figure(part, name)) is not None]
+            for name in (self.metric, of or self.metric)
+        )
+        if not parts or not len(by) == len(reported) == len(parts):
             return None
-        estimates = [figure.estimate(PairArrays(part).prompts) for figure, part in by if figure is not None]
-        values, errors = (np.array([getattr(e, name) for e in estimates]) for name in ("value", "standard_error"))
-        errors = np.nan_to_num(errors)  # of one prompt, to which nothing is close
-        models = [str(part["model"].iloc[0]) for part in parts]
-        steps = [_step_number(str(part["checkpoint"].iloc[0])) for part in parts]
+        estimates = [figure.estimate(PairArrays(part).prompts) for figure, part in by]
+        errors = [np.nan_to_num(estimate.standard_error) for estimate in estimates]  # of one prompt there is none
+        names = [(str(part["model"].iloc[0]), str(part["checkpoint"].iloc[0])) for part in parts]
         sign = -1 if self.higher_is_better else 1
 
-        def pick(drawn: np.ndarray) -> int:
-            losses = sign * drawn
-            best = min(range(len(losses)), key=lambda i: (losses[i], steps[i]))
-            if not self.one_standard_error:
-                return best
-            within = (i for i in range(len(losses)) if losses[i] <= losses[best] + errors[best])
-            return min((i for i in within if models[i] == models[best]), key=steps.__getitem__)
+        def pick(values: np.ndarray) -> int:
+            return self._order((sign * values).tolist(), errors, names)[0]
 
-        def added(figures: Sequence[tuple[Figure | None, pd.DataFrame]]) -> list[pd.Series]:
-            return [contributions(figure, part["prompt_id"]) for figure, part in figures if figure is not None]
-
-        figure, part = reported[pick(values)]
-        assert figure is not None
+        figure, part = reported[pick(np.array([estimate.value for estimate in estimates]))]
         if len(parts) == 1:
             return figure.estimate(PairArrays(part).prompts)
-        return without_luck((figure, part["prompt_id"].to_numpy()), added(reported), pick, added(by))
-
-    @staticmethod
-    def _figure(part: pd.DataFrame, name: str) -> tuple[Figure | None, pd.DataFrame]:
-        """Return a figure of scored pairs, and the pairs that it is of; None where it has no value for each prompt."""
-        if name.startswith(CATEGORY):
-            part, name = part[part["category"] == name.removeprefix(CATEGORY)], "preference_accuracy"
-        computed = METRICS[name].compute(PairArrays(part)) if name in METRICS and len(part) else None
-        usable = isinstance(computed, Figure) and np.isfinite(computed.influence().value)
-        return (computed if usable else None), part
+        measured, choosing = ([contributions(f, p["prompt_id"]) for f, p in each] for each in (reported, by))
+        return without_luck((figure, part["prompt_id"].to_numpy()), measured, pick, choosing)
 
     def require(self, rows: Sequence[Row]) -> None:
         """Check that one of the rows can be chosen, unless none has figures."""
         measured = [row for row in rows if not row["error"]]
         if not measured or self.ranked(rows):
             return
-        self.value(measured[0])
+        for name, row in self._by_set(measured[0]).items():
+            try:
+                figure_of(self._figures(row), self.metric)
+            except ConfigError as error:
+                where = f"on {name} {error}; metric_for_best SET:FIGURE chooses by one set" if name else str(error)
+                raise ConfigError(where) from None
         raise ConfigError(
             f"one_standard_error needs the standard error of {self.metric}, which fewer than two prompts do not give: "
             "evaluate on more."
         )
+
+    def _by_set(self, row: Any) -> dict[str | None, Row]:
+        return {name: row["sets"][name] for name in self.sets} or {None: row}
 
     def _figures(self, row: Row) -> Mapping[str, Any]:
         """Return the row's figures of the metric's kind, by name."""
@@ -184,20 +180,70 @@ class Criterion:
 
     def number(self, row: Row, part: str) -> float:
         """Return `value`, `low`, `high` or `standard_error` of the row's figure, NaN where there is none."""
-        figure = self._figures(row).get(self.metric, math.nan)
-        if isinstance(figure, Mapping):
-            return float(figure[part])
-        return float(figure) if part == "value" else math.nan
-
-    def _loss(self, row: Row) -> float:
-        value = self.number(row, "value")
-        return -value if self.higher_is_better else value
+        figures = [self._figures(it).get(self.metric, math.nan) for it in self._by_set(row).values()]
+        numbers = [
+            float(figure[part]) if isinstance(figure, Mapping) else float(figure) if part == "value" else math.nan
+            for figure in figures
+        ]
+        return float(np.linalg.norm(numbers) / len(numbers) if part == "standard_error" else np.mean(numbers))
 
 
-def _steps(row: Row) -> float:
-    return _step_number(row["checkpoint"])
+def _figure(part: pd.DataFrame, name: str) -> tuple[Figure, pd.DataFrame] | None:
+    """Return a figure of scored pairs, and the pairs that it is of; None where it has no value for each prompt."""
+    if name.startswith(CATEGORY):
+        part, name = part[part["category"] == name.removeprefix(CATEGORY)], "preference_accuracy"
+    computed = METRICS[name].compute(PairArrays(part)) if name in METRICS and len(part) else None
+    return (computed, part) if isinstance(computed, Figure) and np.isfinite(computed.influence().value) else None
 
 
-def _step_number(checkpoint: str) -> float:
-    step = step_of(checkpoint)
-    return math.inf if step is None else step
+# The figure of the best of several checkpoints without the luck of being chosen: the best of many equal checkpoints is
+# the one that chance helped most, and its figure on the pairs that chose it is too high. Prompts are drawn with
+# replacement; in each draw the choice is made anew, and the chosen one is measured on the prompts that were not drawn
+# (Tsamardinos, Greasidou and Borboudakis, Bootstrapping the out-of-sample predictions, 2018). Since a draw holds fewer
+# prompts, the mean over draws is a little below the truth where checkpoints do differ.
+
+
+def contributions(figure: Figure, prompt_ids: Sequence | np.ndarray) -> pd.Series:
+    """Return what each prompt adds: values whose mean is the figure, to first order those of leaving one out."""
+    influence = figure.influence()
+    codes, names = pd.factorize(np.asarray(prompt_ids, dtype=object))
+    by_prompt = np.bincount(codes, influence.rows, len(names))
+    counted = np.bincount(codes, influence.shares, len(names)) > 0
+    return pd.Series(influence.value + counted.sum() * by_prompt[counted], index=names[counted])
+
+
+def without_luck(
+    chosen: tuple[Figure, np.ndarray],
+    measured: Sequence[pd.Series],
+    choose: Callable[[np.ndarray], int],
+    by: Sequence[pd.Series] | None = None,
+) -> Estimate | None:
+    """Return the figure of the chosen one of M checkpoints without the luck of the choice.
+
+    Args:
+        chosen: the figure of the checkpoint that was chosen, and its rows' prompts.
+        measured: the `contributions` to the figure that is reported, of each checkpoint.
+        choose: the number of the chosen checkpoint for values [M] of the figure to choose by.
+        by: the contributions to that figure, where it is another one.
+    """
+    figure, prompt_ids = chosen
+    influence = figure.influence()
+    of, count = spread(influence, numbered(prompt_ids))
+    reported, deciding = (pd.concat(list(columns), axis=1, join="inner") for columns in (measured, by or measured))
+    shared = reported.index.intersection(deciding.index)
+    if len(shared) < 2:
+        return None
+    values, choosing = reported.loc[shared].to_numpy(), deciding.loc[shared].to_numpy()
+    size = len(shared)
+    rng = np.random.default_rng(SEED)
+    total, draws = np.zeros(size), np.zeros(size)
+    step = max(CELLS // size, 1)
+    for start in range(0, DRAWS, step):
+        drawn = rng.integers(size, size=(min(step, DRAWS - start), size))
+        times = np.stack([np.bincount(draw, minlength=size) for draw in drawn])
+        picks = [choose(row) for row in times @ choosing / size]
+        left_out = times == 0
+        total += (left_out * values[:, picks].T).sum(axis=0)
+        draws += left_out.sum(axis=0)
+    value = float(np.mean(total[draws > 0] / draws[draws > 0]))
+    return with_ends(influence._replace(value=value), of, count, figure.scale)

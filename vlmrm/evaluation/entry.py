@@ -21,19 +21,14 @@ IMAGES_LIMIT = 20 * 10**9  # bytes of processed images kept on disk during a swe
 
 @dataclass(frozen=True)
 class SweepRun:
-    """The arguments and state that all evaluations of a sweep share.
-
-    `images` is a folder for processed images. Of `data_args` the keys count that all data sets share. `closed` is the
-    checkpoint that was closed last, which the next of its training takes over: at most one. `warnings` are the
-    limits that have been logged, with their reason.
-    """
+    """The arguments and state that all evaluations of a sweep share."""
 
     args: EvaluationArguments
-    data_args: DataArguments
+    data_args: DataArguments  # of which the keys count that all data sets share
     processes: PartialState
-    images: Path
-    closed: list[Any] = field(default_factory=list)
-    warnings: set[tuple[str, str]] = field(default_factory=set)
+    images: Path  # a folder for processed images
+    closed: list[Any] = field(default_factory=list)  # the last checkpoint, which the next of its training takes over
+    warnings: set[tuple[str, str]] = field(default_factory=set)  # limits that have been logged, with their reason
 
     def store(self, processor: Any, limits: MediaLimits) -> MediaStore:
         """Return the store of processed images, which checkpoints with an equal processor and limits share."""
@@ -45,30 +40,21 @@ class SweepRun:
         return MediaStore(self.images, left // max(self.args.dataloader_num_workers, 1), name)
 
 
-class RowScorer(Protocol):
-    """An open model that scores the rows of data sets; an `Engine` is one.
+class OpenEntry(Protocol):
+    """An entry that is ready to be measured, on any number of data sets, until it is closed.
 
-    Attributes:
-        interventions: those that it scores beside the rows as they are.
+    Its `interventions` are scored beside the rows as they are; `limits` are why it cannot do others, by name.
     """
 
     @property
     def interventions(self) -> Collection[str]: ...
 
+    @property
+    def limits(self) -> Mapping[str, str]: ...
+
     def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
         """Yield the scores of the rows `{"index", "comparison"}` of a data set; those with `sampled` altered too."""
         ...
-
-
-class OpenEntry(RowScorer, Protocol):
-    """An entry that is ready to be measured, on any number of data sets, until it is closed.
-
-    Attributes:
-        limits: why it cannot do an intervention, by name.
-    """
-
-    @property
-    def limits(self) -> Mapping[str, str]: ...
 
     def origin(self) -> Origin:
         """Return what gave the scores, for the provenance."""
@@ -78,12 +64,7 @@ class OpenEntry(RowScorer, Protocol):
 
 
 class Entry(ABC):
-    """What a row of the table is about, before it is opened.
-
-    Args:
-        model, checkpoint: its names in the table; together they are those of one entry.
-        path: its key in the results.
-    """
+    """What a row of the table is about, before it is opened: its names in the table, and its key in the results."""
 
     def __init__(self, model: str, checkpoint: str, path: str):
         self.model, self.checkpoint, self.path = model, checkpoint, path
@@ -103,10 +84,4 @@ class Entry(ABC):
 
     def row(self, error: str | None = None) -> Row:
         """Return its row of the table before it has figures."""
-        return {
-            "model": self.model,
-            "checkpoint": self.checkpoint,
-            "path": self.path,
-            "error": error,
-            "seconds": 0.0,
-        }
+        return {"model": self.model, "checkpoint": self.checkpoint, "path": self.path, "error": error, "seconds": 0.0}

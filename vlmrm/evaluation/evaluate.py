@@ -1,7 +1,4 @@
-"""Evaluate one entry of the table, a checkpoint or another scorer: its row, and its scored pairs.
-
-An entry is opened once, and can then be measured on several data sets.
-"""
+"""Evaluate one entry of the table, a checkpoint or another scorer: its row, and its scored pairs."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ from accelerate.utils import gather_object
 
 from vlmrm.conversation import Comparison
 from vlmrm.data.comparisons import iterate_comparisons
-from vlmrm.engine import ScoredRow
+from vlmrm.engine import Engine, ScoredRow
 from vlmrm.errors import CheckpointError, ConfigError, DataError, RewardError, RowError, ScoreError, VlmrmError
-from vlmrm.evaluation.entry import Entry, OpenEntry, RowScorer, SweepRun
+from vlmrm.evaluation.entry import Entry, OpenEntry, SweepRun
 from vlmrm.evaluation.results import table_figures
 from vlmrm.evaluation.schema import Provenance, Row, Statistics
 from vlmrm.evaluation.suite import OpenSet
@@ -62,9 +59,7 @@ class _Rows(Sequence[Comparison]):
 class _Share:
     """A rank's rows of a data set: every `ranks`-th block of `block` rows, so that neighbours stay together.
 
-    A row has its `index` in the data set. With a `sample` it is also `sampled`, or not, for interventions, about so
-    many rows in all; and if it is, it has its `donors` (see `donors_of`). Both depend on the data set alone, not on
-    batches and ranks.
+    A row has its `index` in the data set. About `sample` rows are `sampled` for interventions, and have `donors`.
     """
 
     dataset: Any
@@ -91,8 +86,7 @@ class _Share:
         if self.sample is not None:
             share = self.sample / len(self.dataset)
             for row in rows:
-                comparison = row["comparison"]
-                row["sampled"] = isinstance(comparison, Comparison) and is_sampled(comparison, share)
+                row["sampled"] = isinstance(row["comparison"], Comparison) and is_sampled(row["comparison"], share)
             first = min(indices) // BLOCKS[-1] * BLOCKS[-1]  # rows before it are in earlier blocks
             self._traits = {index: traits for index, traits in self._traits.items() if index >= first}
             if any(row["sampled"] for row in rows):
@@ -123,14 +117,10 @@ def opened(entry: Entry, run: SweepRun) -> Generator[OpenEntry | str]:
 def evaluate_entry(
     entry: Entry, scorer: OpenEntry | str, data: OpenSet, run: SweepRun
 ) -> tuple[Row, pd.DataFrame | None]:
-    """Return an opened entry's row of the table and its scored pairs; of one that fails the row has the error.
-
-    The row's `seconds` are the caller's to set, who has opened the entry.
-    """
+    """Return an opened entry's row of the table and its scored pairs; of one that fails the row has the error."""
     if isinstance(scorer, str):
         return entry.row(scorer), None
-    row: dict[str, Any] = {**entry.row()}
-    frame = None
+    row, frame = dict[str, Any](entry.row()), None
     try:
         figures, frame = measure(entry, scorer, data, run)
         row |= figures
@@ -172,13 +162,8 @@ def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tu
     statistics = cast(Statistics, analyse(frame))
     figures: dict[str, Any] = {**table_figures(statistics["overall"]), "dropped_rows": len(result.dropped)}
     if result.dropped:
-        logger.warning(
-            "%s: %d of %d rows are left out, the first because: %s",
-            entry.path,
-            len(result.dropped),
-            len(data.dataset),
-            result.dropped[0],
-        )
+        counts = f"{len(result.dropped)} of {len(data.dataset)}"
+        logger.warning("%s: %s rows are left out, the first because: %s", entry.path, counts, result.dropped[0])
     if limits := {**scorer.limits, **limits_met(result, scorer.interventions)}:
         figures["limits"] = limits
         for reason in dict.fromkeys(limits.values()):
@@ -189,24 +174,20 @@ def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tu
     if data.definition.benchmark is not None:
         estimates = data.definition.benchmark.estimate(frame)
         figures["benchmark"] = {name: estimate._asdict() for name, estimate in estimates.items()}
-    return {**figures, "statistics": statistics, "provenance": provenance_of(scorer, data.results.data, run)}, frame
-
-
-def provenance_of(scorer: OpenEntry, data: str, run: SweepRun) -> Provenance:
-    """Return the provenance of one entry's figures."""
     made = provenance({})
-    return {
+    came_from: Provenance = {
         "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
         "git_commit": made["git_commit"],
         "versions": made["versions"],
-        "data": data,
-        "processes": run.processes.num_processes,
+        "data": data.results.settings["data"],
+        "processes": processes.num_processes,
         **scorer.origin(),
     }
+    return {**figures, "statistics": statistics, "provenance": came_from}, frame
 
 
 def evaluate(
-    scorer: RowScorer,
+    scorer: OpenEntry | Engine,
     dataset,
     *,
     batch_size: int,
@@ -216,15 +197,9 @@ def evaluate(
     description: str = "scoring",
     sample: int | None = None,
 ) -> ScoredComparisons:
-    """Score every row of `dataset` (rows of `load_comparisons`) once, and beside it each intervention of the scorer.
+    """Score every row of `load_comparisons` once, and about `sample` rows, by default all, under each intervention.
 
-    Those on a sample run on about `sample` rows, by default on all.
-    Of several ranks each takes a share, and all get the whole result in the data set's order.
-
-    Raises:
-        OutOfMemoryError: on every rank, when one has no memory left.
-        CheckpointError: on every rank, when a score is no finite number.
-        VlmrmError: on every rank, when one has a row that it may not skip.
+    Of several ranks each takes a share, and all get the whole result in the data set's order, or the first error.
     """
     drawn = (sample or len(dataset)) if scorer.interventions else None
     share = _Share(dataset, batch_size, rank, ranks, drawn)
@@ -255,10 +230,7 @@ def evaluate(
 
 
 def limits_met(result: ScoredComparisons, interventions: Iterable[str]) -> dict[str, str]:
-    """Return, by intervention, of how many rows that it applies to it has no score, with the first reason.
-
-    One that applies to no row of the data, or of its sample, is among them.
-    """
+    """Return, by intervention, of how many rows it has no score, and why; also where it applies to none."""
     reasons: dict[str, list[str]] = {}
     for failed in result.failed:
         for name, reason in failed.items():
@@ -272,10 +244,7 @@ def limits_met(result: ScoredComparisons, interventions: Iterable[str]) -> dict[
 
 
 def add_verdicts(frame: pd.DataFrame, result: ScoredComparisons) -> None:
-    """Add the columns `credit_first` and `credit_second` of a judge of pairs.
-
-    They are what the chosen answer got where it was shown first, and where second: 1, a half for a tie, 0.
-    """
+    """Add what a judge of pairs gave the chosen answer where it was shown first and second: 1, a half for a tie, 0."""
     if not any(result.verdicts):
         return
     counts = [len(comparison.agreed()) for comparison in result.comparisons]

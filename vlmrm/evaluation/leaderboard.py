@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import vlmrm
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.public import BENCHMARKS, benchmark
+from vlmrm.evaluation.report import digest_of, now, templates
 from vlmrm.evaluation.results import digest
 from vlmrm.evaluation.schema import ResultsFile, Row, details_path, load_results
 from vlmrm.files import make_folder, require_own_file, write_file
@@ -29,9 +26,7 @@ from vlmrm.measures.plots import css_variables
 PAGE, TABLE, GENERATOR = "leaderboard.html", "leaderboard.csv", "vlmrm leaderboard"
 ACCURACY = "preference_accuracy"
 # Keys of the data that say which rows are scored, and what their columns mean.
-SELECTING = (
-    *("dataset_split", "dataset_weights", "eval_fraction", "split_seed", "max_eval_samples", "columns", "images"),
-)
+SELECTS = ["dataset_split", "dataset_weights", "eval_fraction", "split_seed", "max_eval_samples", "columns", "images"]
 
 
 class SetFigure(NamedTuple):
@@ -43,20 +38,13 @@ class SetFigure(NamedTuple):
     pairs: int = 0
 
 
-class Measured(NamedTuple):
-    """A row of results with its scored pairs."""
-
-    row: Row
-    pairs: pd.DataFrame
-
-
 @dataclass
 class DataSet:
-    """A column of the leaderboard: a data set with what was measured on it, by model."""
+    """A column of the leaderboard: a data set with the row of results and the scored pairs of each model."""
 
     name: str
     benchmark: str | None
-    measured: dict[str, Measured] = field(default_factory=dict)
+    measured: dict[str, tuple[Row, pd.DataFrame]] = field(default_factory=dict)
 
     @property
     def metric(self) -> str:
@@ -66,7 +54,7 @@ class DataSet:
 
     @property
     def pairs(self) -> int:
-        return max(len(measured.pairs) for measured in self.measured.values())
+        return max(len(pairs) for _, pairs in self.measured.values())
 
     def figure(self, model: str, metric: str | None = None) -> SetFigure | None:
         """Return the model's figure; None where it was not measured, or lacks what the benchmark's rule needs."""
@@ -75,17 +63,11 @@ class DataSet:
         row, pairs = self.measured[model]
         figures: Any = row["statistics"]["overall"] | row.get("benchmark", {})
         found = figures.get(metric or self.metric)
-        if found is None or found["value"] is None:
-            return None
-        return SetFigure(found["value"], found["low"], found["high"], len(pairs))
+        return None if found is None else SetFigure(found["value"], found["low"], found["high"], len(pairs))
 
 
 class Line(NamedTuple):
-    """A model with its figure on each set, None where it has none.
-
-    `mean` is that of its accuracies, and `ranks` the best and the worst rank that the data leave open. A model that
-    lacks a set has neither.
-    """
+    """A model with its figures by set; one that has all also has their mean, and its best and its worst rank."""
 
     model: str
     figures: list[SetFigure | None]
@@ -120,8 +102,7 @@ def build_leaderboard(
     """Write leaderboard.html and leaderboard.csv to `output_dir`, and return the page's path.
 
     Raises:
-        ConfigError: when results are missing or of another version, or `output_dir` holds other files of these names.
-        DataError: when scored pairs cannot be read, or there are no figures.
+        ConfigError, DataError: when results cannot be read, or `output_dir` holds other files of these names.
     """
     board = leaderboard(sources, best_only=best_only)
     folder = Path(output_dir)
@@ -134,14 +115,9 @@ def build_leaderboard(
 
 
 def leaderboard(sources: Sequence[str | Path], *, best_only: bool = False) -> Leaderboard:
-    """Return the leaderboard of results.
+    """Return the leaderboard of results, by output_file, a file beside it, or a folder of them.
 
-    Args:
-        sources: for each evaluation the output_file, a file beside it, or a folder of them.
-        best_only: take of each evaluation only the checkpoint that it chose as the best.
-
-    Raises:
-        ConfigError, DataError: as `build_leaderboard`.
+    With `best_only`, only the checkpoint counts that each evaluation chose as the best.
     """
     files = list(dict.fromkeys(path for source in sources for path in _files(Path(source))))
     if not files:
@@ -155,8 +131,7 @@ def leaderboard(sources: Sequence[str | Path], *, best_only: bool = False) -> Le
         raise DataError("there is nothing to rank: no row of the results has figures.")
     models = list(dict.fromkeys(model for column in columns for model in column.measured))
     whole = [model for model in models if all(model in column.measured for column in columns)]
-    ranks = _ranks(columns, whole)
-    means = {model: _mean(columns, model) for model in whole}
+    ranks, means = _ranks(columns, whole), {model: _mean(columns, model) for model in whole}
     lines = [Line(model, [it.figure(model) for it in columns], means.get(model), ranks.get(model)) for model in models]
     lines.sort(key=lambda line: (line.ranks is None, -(line.mean.value if line.mean else 0), line.model))
     return Leaderboard(columns, lines, notes)
@@ -185,7 +160,7 @@ def _add(results: ResultsFile, file: Path, sets: dict[str, DataSet], notes: list
         return
     reading = settings.get("reading", {})
     public = settings.get("benchmark")
-    key = digest([settings["data"], public, [reading.get(name) for name in SELECTING]])
+    key = digest([settings["data"], public, [reading.get(name) for name in SELECTS]])
     if key not in sets:
         paths = " + ".join(Path(path).stem or path for path in reading.get("dataset_path", []))
         name = results.get("set_name") or public or paths or file.stem
@@ -198,13 +173,13 @@ def _add(results: ResultsFile, file: Path, sets: dict[str, DataSet], notes: list
         pairs = parts.get((row["model"], row["checkpoint"]))
         if pairs is None:
             raise DataError(f"{scores} lacks the pairs of {row['path']}: evaluate it again.")
-        earlier = sets[key].measured.get(row["path"])
-        if earlier is not None:
-            dates = sorted([earlier.row["provenance"]["date"], row["provenance"]["date"]])
-            notes.append(f"{row['path']} was measured twice on {sets[key].name}: the figures of {dates[1]} are taken.")
-            if row["provenance"]["date"] != dates[1]:
-                continue
-        sets[key].measured[row["path"]] = Measured(row, pairs)
+        earlier, _ = sets[key].measured.get(row["path"], (row, pairs))
+        newest = max(earlier, row, key=lambda it: it["provenance"]["date"])
+        if earlier is not row:
+            date = newest["provenance"]["date"]
+            notes.append(f"{row['path']} was measured twice on {sets[key].name}: the figures of {date} are taken.")
+        if newest is row:
+            sets[key].measured[row["path"]] = row, pairs
 
 
 def _mean(sets: Sequence[DataSet], model: str) -> SetFigure:
@@ -219,18 +194,16 @@ def _mean(sets: Sequence[DataSet], model: str) -> SetFigure:
 def _ranks(sets: Sequence[DataSet], models: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return the best and the worst rank of each model that the data leave open.
 
-    One is ahead of another where the mean of their differences lies above zero by more than the half widths of the
-    intervals of `compare`, which hold together with 95 %.
+    One is ahead of another where the mean of their differences is larger than the half widths of the intervals.
     """
     ahead: dict[str, int] = dict.fromkeys(models, 0)
     behind = dict(ahead)
-    tests = [compare({model: it.measured[model].pairs for model in models}) for it in sets]
+    tests = [compare({model: it.measured[model][1] for model in models}) for it in sets]
     for of_couple in zip(*tests, strict=True):
         mean = np.mean([test.difference.value for test in of_couple])
         halves = [(test.difference.high - test.difference.low) / 2 for test in of_couple]
         if abs(mean) > np.linalg.norm(halves) / len(halves):
-            first, second = of_couple[0].first, of_couple[0].second
-            winner, loser = (first, second) if mean > 0 else (second, first)
+            winner, loser = of_couple[0][:2] if mean > 0 else of_couple[0][1::-1]
             ahead[loser] += 1
             behind[winner] += 1
     return {model: (1 + ahead[model], len(models) - behind[model]) for model in models if len(models) > 1}
@@ -238,20 +211,20 @@ def _ranks(sets: Sequence[DataSet], models: Sequence[str]) -> dict[str, tuple[in
 
 def page(board: Leaderboard, title: str) -> str:
     """Return the page, which opens offline: its style and its script are in it, and no other script may run."""
-    loader = PackageLoader("vlmrm.evaluation", ".")
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    script = loader.get_source(environment, "leaderboard.js.jinja")[0]
-    return environment.get_template("leaderboard.html.jinja").render(
-        title=title,
-        board=board,
-        script=script,
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        light=css_variables(dark=False),
-        dark=css_variables(dark=True),
-        version=vlmrm.__version__,
-        date=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        isnan=math.isnan,
-        generator=GENERATOR,
+    script = Path(__file__).with_name("leaderboard.js.jinja").read_text(encoding="utf-8")
+    return (
+        templates()
+        .get_template("leaderboard.html.jinja")
+        .render(
+            title=title,
+            board=board,
+            script=script,
+            script_hash=digest_of(script),
+            light=css_variables(dark=False),
+            dark=css_variables(dark=True),
+            version=vlmrm.__version__,
+            date=now(),
+            isnan=math.isnan,
+            generator=GENERATOR,
+        )
     )

@@ -24,20 +24,17 @@ from vlmrm.data.comparisons import iterate_comparisons, load_comparisons
 from vlmrm.data.duplicates import Look, Looks, images_of, near_pairs
 from vlmrm.errors import RowError
 
-KINDS = ("prompt", "answer", "image")
-MAX_LISTED = 20  # rows that are named; all are counted
 KIND_NAMES = {"prompt": "a prompt", "answer": "an answer", "image": "an image"}
+KINDS = tuple(KIND_NAMES)
+MAX_LISTED = 20  # rows that are named; all are counted
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """The evaluation rows that share a prompt, answer or image with a training row.
+    """The evaluation rows that share a prompt, answer or image with a training row."""
 
-    `pairs` are (training id, evaluation id), one for each such row; `total` counts the rows that have such a part.
-    """
-
-    pairs: list[tuple[str, str]]
-    total: int
+    pairs: list[tuple[str, str]]  # (training id, evaluation id), one for each such row
+    total: int  # rows that have such a part
 
     @property
     def rows(self) -> int:
@@ -51,16 +48,12 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Leakage:
-    """Overlaps by kind (`prompt`, `answer`, `image`); an exact overlap is a near one too.
-
-    `rows` is the number of evaluation rows; `unreadable` are the rows of either side that could not be read, as (id,
-    reason).
-    """
+    """Overlaps by kind (`prompt`, `answer`, `image`); an exact overlap is a near one too."""
 
     exact: Mapping[str, Overlap]
     near: Mapping[str, Overlap]
-    rows: int
-    unreadable: list[tuple[str, str]]
+    rows: int  # of the evaluation
+    unreadable: list[tuple[str, str]]  # the rows of either side that could not be read, as (id, reason)
 
     @property
     def leaked(self) -> set[str]:
@@ -99,12 +92,15 @@ class Piece(NamedTuple):
     text: str
     images: tuple[Look, ...]
 
+    @property
+    def first(self) -> int | str | None:
+        """Return the perceptual hash of the first image; of one without, its digest."""
+        if not self.images:
+            return None
+        return self.images[0].digest if self.images[0].hash is None else self.images[0].hash
 
-class RowPieces(NamedTuple):
-    """The pieces of a comparison by kind."""
 
-    id: str
-    pieces: Mapping[str, set[Piece]]
+Row = tuple[str, dict[str, set[Piece]]]  # the id of a comparison and its pieces by kind
 
 
 def leakage(train: Iterable[Comparison | RowError], evaluation: Iterable[Comparison | RowError]) -> Leakage:
@@ -117,12 +113,9 @@ def leakage(train: Iterable[Comparison | RowError], evaluation: Iterable[Compari
     trained = list(_rows(train, looks, unreadable))
     of_training = len(unreadable)
     evaluated = list(_rows(evaluation, looks, unreadable))
-    return Leakage(
-        exact={kind: _overlap(trained, evaluated, kind, _exact_finder) for kind in KINDS},
-        near={kind: _overlap(trained, evaluated, kind, _near_finder) for kind in KINDS},
-        rows=len(evaluated) + len(unreadable) - of_training,
-        unreadable=unreadable,
-    )
+    exact, near = zip(*(_overlaps(trained, evaluated, kind) for kind in KINDS), strict=True)
+    count = len(evaluated) + len(unreadable) - of_training
+    return Leakage(dict(zip(KINDS, exact, strict=True)), dict(zip(KINDS, near, strict=True)), count, unreadable)
 
 
 def normalised(text: str) -> str:
@@ -140,84 +133,59 @@ class _Punctuation(dict[int, int | None]):
 
 _WITHOUT_PUNCTUATION = _Punctuation()
 
-Finder = Callable[[Piece], str | None]
 
-
-def _overlap(
-    trained: list[RowPieces],
-    evaluated: list[RowPieces],
-    kind: str,
-    finder: Callable[[dict[Piece, str], set[Piece]], Finder],
-) -> Overlap:
+def _overlaps(trained: list[Row], evaluated: list[Row], kind: str) -> tuple[Overlap, Overlap]:
+    """Return the exact and the near overlap of a kind of piece."""
     first_id: dict[Piece, str] = {}
-    for row in trained:
-        for piece in row.pieces[kind]:
-            first_id.setdefault(piece, row.id)
-    rows = [row for row in evaluated if row.pieces[kind]]
-    find = finder(first_id, {piece for row in rows for piece in row.pieces[kind]})
-    pairs = []
-    for row in rows:
-        ids = [train_id for piece in row.pieces[kind] if (train_id := find(piece)) is not None]
-        if ids:
-            pairs.append((min(ids), row.id))
-    return Overlap(pairs, len(rows))
+    for row_id, pieces in trained:
+        for piece in pieces[kind]:
+            first_id.setdefault(piece, row_id)
+    rows = [(row_id, pieces[kind]) for row_id, pieces in evaluated if pieces[kind]]
+    near = _near_finder(first_id, {piece for _, pieces in rows for piece in pieces})
+    pairs: tuple[list[tuple[str, str]], list[tuple[str, str]]] = ([], [])
+    for row_id, pieces in rows:
+        for found, find in zip(pairs, (first_id.get, near), strict=True):
+            if ids := [train_id for piece in pieces if (train_id := find(piece)) is not None]:
+                found.append((min(ids), row_id))
+    return Overlap(pairs[0], len(rows)), Overlap(pairs[1], len(rows))
 
 
-def _exact_finder(trained: dict[Piece, str], evaluated: set[Piece]) -> Finder:
-    return trained.get
-
-
-def _near_finder(trained: dict[Piece, str], evaluated: set[Piece]) -> Finder:
+def _near_finder(trained: dict[Piece, str], evaluated: set[Piece]) -> Callable[[Piece], str | None]:
     """Return a search among the pieces of the same normalised text whose first images are near."""
     by_text_and_first = defaultdict(list)
     for piece in trained:
-        by_text_and_first[normalised(piece.text), _first(piece)].append(piece)
-    near = _near_firsts(evaluated, trained)
+        by_text_and_first[normalised(piece.text), piece.first].append(piece)
+    left, right = (
+        np.array(sorted({first for piece in pieces if isinstance(first := piece.first, int)}), dtype=np.uint64)
+        for pieces in (evaluated, trained)
+    )
+    near: dict[int | str | None, list[int]] = {first: [] for first in left.tolist()}
+    for i, j in near_pairs(left, right):
+        near[int(left[i])].append(int(right[j]))
 
     def find(piece: Piece) -> str | None:
         text = normalised(piece.text)
         if not text and not piece.images:  # nothing but punctuation
             return trained.get(piece)
-        for first in near.get(_first(piece), [_first(piece)]):
+        for first in near.get(piece.first, [piece.first]):
             for candidate in by_text_and_first.get((text, first), []):
-                if _all_near(piece.images, candidate.images):
+                pairs = zip(piece.images, candidate.images, strict=False)
+                if len(piece.images) == len(candidate.images) and all(a.is_near(b) for a, b in pairs):
                     return trained[candidate]
         return None
 
     return find
 
 
-def _near_firsts(evaluated: Iterable[Piece], trained: Iterable[Piece]) -> dict[int | str | None, list[int]]:
-    """Return, for the perceptual hash of each first image in `evaluated`, those in `trained` that are near."""
-    left, right = (
-        np.array(sorted({first for piece in pieces if isinstance(first := _first(piece), int)}), dtype=np.uint64)
-        for pieces in (evaluated, trained)
-    )
-    near = defaultdict(list, {first: [] for first in left.tolist()})
-    for i, j in near_pairs(left, right):
-        near[int(left[i])].append(int(right[j]))
-    return near
-
-
-def _first(piece: Piece) -> int | str | None:
-    if not piece.images:
-        return None
-    return piece.images[0].digest if piece.images[0].hash is None else piece.images[0].hash
-
-
-def _all_near(images: tuple[Look, ...], candidates: tuple[Look, ...]) -> bool:
-    return len(images) == len(candidates) and all(map(Look.is_near, images, candidates))
-
-
 def _rows(
     comparisons: Iterable[Comparison | RowError], looks: Looks, unreadable: list[tuple[str, str]]
-) -> Iterator[RowPieces]:
+) -> Iterator[Row]:
     """Yield the pieces of each row; one that cannot be read goes to `unreadable`."""
     for comparison in looks.through(comparisons, _images):
         try:
             if isinstance(comparison, RowError):
                 raise comparison
-            yield _row(comparison, looks)
+            yield comparison.id, _pieces(comparison, looks)
         except RowError as error:
             name = comparison.id if isinstance(comparison, Comparison) else str(error.row_id)
             unreadable.append((name, error.reason))
@@ -229,17 +197,15 @@ def _images(comparison: Comparison | RowError) -> Iterator[Medium]:
             yield from images_of(messages)
 
 
-def _row(comparison: Comparison, looks: Looks) -> RowPieces:
+def _pieces(comparison: Comparison, looks: Looks) -> dict[str, set[Piece]]:
     def piece(messages: Messages) -> Piece:
         return Piece(text_of(messages), tuple(looks.of(it, comparison.id) for it in images_of(messages)))
 
     prompts = {piece((*comparison.prompt, *answer[:-1])) for answer in comparison.answers}
     answers = {piece(answer[-1:]) for answer in comparison.answers}
     images = {Piece("", (image,)) for it in prompts | answers for image in it.images}
-    pieces = dict(zip(KINDS, (prompts, answers, images), strict=True))
-    return RowPieces(
-        comparison.id, {kind: {p for p in of_kind if p.text.strip() or p.images} for kind, of_kind in pieces.items()}
-    )
+    kinds = zip(KINDS, (prompts, answers, images), strict=True)
+    return {kind: {it for it in of_kind if it.text.strip() or it.images} for kind, of_kind in kinds}
 
 
 def open_rows(paths: Sequence[str], arguments: DataArguments, split: str = "train") -> Iterator[Comparison | RowError]:
@@ -256,9 +222,7 @@ def format_leakage(result: Leakage) -> str:
     for kind in KINDS:
         exact, near = result.exact[kind], result.near[kind]
         counts = "".join(f"{f'{overlap.rows:,} of {overlap.total:,}':>18}" for overlap in (exact, near))
-        lines.append(
-            f"  {KIND_NAMES[kind]:<10}{counts}" if near.total else f"  {KIND_NAMES[kind]:<10}{'no row has one':>18}"
-        )
+        lines.append(f"  {KIND_NAMES[kind]:<10}{counts if near.total else '    no row has one'}")
     sections = ["\n".join(lines)]
     for kind in ("prompt", "image"):
         if pairs := result.near[kind].pairs:

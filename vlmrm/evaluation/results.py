@@ -1,16 +1,11 @@
-"""The results of a sweep as files, each replaced atomically: a table, its details, and the scored pairs.
-
-Beside them, for each checkpoint, the two files that RewardBench's scripts write and its leaderboard reads, laid out as
-by `save_to_hub` in https://github.com/allenai/reward-bench, with categories as its subsets: a model is named by its
-path, and a folder `eval-set` has its accuracies, `eval-set-scores` its scores.
-"""
+"""The results of a sweep as files, each replaced atomically: a table, its details, and the scored pairs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +21,8 @@ from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRICS
 from vlmrm.measures.pairs import candidates_of, read_pairs
 
-FIRST = [
-    "preference_accuracy",
-    "average_margin",
-    "margin_std",
-    "sample_count",
-]  # the columns that the framework's specification names
-CHAT_TEMPLATE = "tokenizer"  # RewardBench's word for a chat template that the tokenizer brings
+# The columns that the framework's specification names.
+FIRST = ["preference_accuracy", "average_margin", "margin_std", "sample_count"]
 
 
 class Results:
@@ -46,36 +36,26 @@ class Results:
         self.best: Best | None = None
         self.frame: pd.DataFrame | None = None
         make_folder(csv.parent)
-        if self.json.exists():
-            self._continue()
-
-    @property
-    def data(self) -> str:
-        """Return the fingerprint of the data."""
-        return self.settings["data"]
-
-    def scores_of(self, best: Best) -> np.ndarray:
-        """Return the scores of all branches by a checkpoint, each once."""
-        assert self.frame is not None, "the best checkpoint has scored pairs"
-        return candidates_of(self.frame[_of(self.frame, best)]).scores
-
-    def _continue(self) -> None:
+        if not self.json.exists():
+            return
         saved = load_results(self.json)
-        if digest(saved["settings"]) != digest(self.settings):
+        if digest(saved["settings"]) != digest(settings):
             if all(row["error"] for row in saved["results"]):
                 return  # nothing to lose, and maybe the settings were what was wrong
-            changed = ", ".join(self._changed(saved["settings"]))
+            old, new = ({**it, **it.get("reading", {})} for it in (saved["settings"], settings))
+            changed = sorted(key for key in {*old, *new} - {"reading"} if digest(old.get(key)) != digest(new.get(key)))
             raise ConfigError(
-                f"{self.json} holds results of other data or settings ({changed}): choose another output_file."
+                f"{self.json} holds results of other data or settings ({', '.join(changed)}): choose another "
+                "output_file."
             )
         self.rows, self.best = saved["results"], saved["best"]
         if self.parquet.exists():
             self.frame = read_pairs(self.parquet)
 
-    def _changed(self, before: Mapping[str, Any]) -> list[str]:
-        """Return the keys that have another value than in the settings of `before`."""
-        old, new = ({**settings, **settings.get("reading", {})} for settings in (before, self.settings))
-        return sorted(key for key in {*old, *new} - {"reading"} if digest(old.get(key)) != digest(new.get(key)))
+    def scores_of(self, best: Best) -> np.ndarray:
+        """Return the scores of all branches by a checkpoint, each once."""
+        assert self.frame is not None, "the best checkpoint has scored pairs"
+        return candidates_of(self.frame[_of(self.frame, best)]).scores
 
     def holds(self, entry: Entry) -> bool:
         """Return whether the entry has figures, with the pairs behind them, and is known to be still the same."""
@@ -166,16 +146,13 @@ def describe(row: Any) -> str:
     if row["error"]:
         return f"FAILED: {row['error']}"
     equal = f" ({row['score_ties']} of {row['sample_count']} pairs have equal scores)" if row["score_ties"] else ""
-    blank = _blank(row) if "blank_image_accuracy" in row else ""
+    blank = ""
+    if "blank_image_accuracy" in row:
+        pairs = row["statistics"]["overall"]["blank_image_accuracy"]["n"]
+        of = f" (of {pairs} pairs)" if pairs != row["sample_count"] else ""
+        blank = f", with blank images {row['blank_image_accuracy']:.3f}{of}"
     orders = f", the same in both orders {row['position_consistency']:.3f}" if "position_consistency" in row else ""
     return f"accuracy {row['preference_accuracy']:.3f}{equal}{blank}{orders}, margin {row['average_margin']:.3f}"
-
-
-def _blank(row: Any) -> str:
-    """Return the accuracy with blank images, and of how many pairs where not of all."""
-    pairs = row["statistics"]["overall"]["blank_image_accuracy"]["n"]
-    of = f" (of {pairs} pairs)" if pairs != row["sample_count"] else ""
-    return f", with blank images {row['blank_image_accuracy']:.3f}{of}"
 
 
 def beside_published(name: str, row: Row) -> str:
@@ -196,36 +173,3 @@ def _short(cell: str | Estimate | float | None) -> str:
 
 def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def write_rewardbench(folder: Path, row: Row, frame: pd.DataFrame) -> None:
-    """Write both files of a checkpoint into `folder`, if each of its scored pairs has a category.
-
-    Pairs that people tied are left out: RewardBench has none. Equal scores are wrong, as there.
-    """
-    pairs = frame[~frame["tie"].to_numpy(bool)]
-    if row["error"] or pairs.empty or pairs["category"].isna().any():
-        return
-    right = (pairs["chosen_score"] > pairs["rejected_score"]).astype(int)
-    name = "/".join(part for part in Path(row["path"]).parts if part not in ("/", ".."))
-    about = {"model": name, "model_type": _model_type(row), "chat_template": CHAT_TEMPLATE}
-    scores = {
-        "id": pairs["comparison_id"].tolist(),
-        "subset": pairs["category"].tolist(),
-        "results": right.tolist(),
-        "scores_chosen": pairs["chosen_score"].tolist(),
-        "scores_rejected": pairs["rejected_score"].tolist(),
-    }
-    _write(folder / "eval-set" / f"{name}.json", {**about, **right.groupby(pairs["category"]).mean().to_dict()})
-    _write(folder / "eval-set-scores" / f"{name}.json", {**about, **scores})
-
-
-def _model_type(row: Row) -> str:
-    """Return RewardBench's word for what gave the scores."""
-    about = row.get("provenance", {}).get("scorer", {"id": row["path"]})
-    return "Seq. Classifier" if "id" in about else "Generative" if "mode" in about else "Custom Classifier"
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    make_folder(path.parent)
-    write_file(path, json.dumps(content, indent=4, sort_keys=True) + "\n")

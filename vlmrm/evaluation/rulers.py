@@ -13,23 +13,22 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 from scipy.sparse import csr_matrix, hstack, vstack
 from sklearn.feature_extraction.text import HashingVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
 
-from vlmrm.conversation import Comparison, Image, Medium, Messages, media_of, text_of
+from vlmrm.conversation import Comparison, Image, Messages, media_of, text_of
 from vlmrm.data.media import open_image
 from vlmrm.data.rows import with_row_id
 from vlmrm.errors import DataError, RowError
 from vlmrm.evaluation.public import Benchmark
-from vlmrm.evaluation.public.estimates import with_intervals
-from vlmrm.measures.intervals import Estimate
-from vlmrm.measures.pairs import credits_of, margins_of, scored_pairs
+from vlmrm.measures.intervals import Estimate, numbered
+from vlmrm.measures.metrics import share_of
+from vlmrm.measures.pairs import PairArrays, scored_pairs
 
 logger = logging.getLogger("vlmrm")
 
@@ -64,7 +63,7 @@ class RulerResult:
         low, high = self.accuracy.low, self.accuracy.high
         if low > CHANCE:
             return "above chance"
-        if high < CHANCE and self.name in LEARNED:
+        if high < CHANCE and RULERS[self.name].without:
             return "below chance: rows mirror each other, so that what it learns of some is wrong of others"
         if high < CHANCE:
             return "below chance: its opposite is a ruler"
@@ -82,19 +81,11 @@ Scores = list[list[float]]  # by comparison, one a branch
 
 @dataclass
 class Answered:
-    """Comparisons with pairs, and the measures of each answer's image: `images[i][b]` are those of branch b."""
+    """Comparisons with pairs, and for each the texts and the image measures of its answers."""
 
     rows: list[Comparison]
+    texts: list[list[str]]
     images: list[list[list[float]]]
-
-    def texts(self) -> list[list[str]]:
-        return [[text_of(answer) for answer in row.answers] for row in self.rows]
-
-    def prompts(self) -> np.ndarray:
-        """Return the number of each comparison's prompt."""
-        frame = scored_pairs(self.rows, [[0.0] * len(row.answers) for row in self.rows])
-        starts = np.concatenate([[0], np.cumsum([len(row.pairs()) for row in self.rows])[:-1]])
-        return pd.factorize(frame["prompt_id"].to_numpy()[starts])[0]
 
 
 def read_rulers(comparisons: Iterable[Comparison | RowError], public: Benchmark | None = None) -> list[RulerResult]:
@@ -102,24 +93,7 @@ def read_rulers(comparisons: Iterable[Comparison | RowError], public: Benchmark 
 
     Rows that cannot be read, or whose answers have an image that cannot, are left out with a warning.
     """
-    data = _answered(comparisons)
-    if all(pair.tie for row in data.rows for pair in row.pairs()):
-        raise DataError("there is no pair that people decided: a ruler has nothing to be measured against")
-    readings = []
-    for name, (reads, score) in RULERS.items():
-        try:
-            scores = score(data)
-        except Silent as silence:
-            readings.append(RulerResult(name, reads, None, {}, str(silence)))
-            continue
-        frame = _frame(data.rows, scores, public)
-        figures = {} if public is None else public.estimate(frame)
-        readings.append(RulerResult(name, reads, _accuracy(frame), figures))
-    return readings
-
-
-def _answered(comparisons: Iterable[Comparison | RowError]) -> Answered:
-    data, errors = Answered([], []), []
+    data, errors = Answered([], [], []), []
     for row in comparisons:
         try:
             if isinstance(row, RowError):
@@ -129,69 +103,52 @@ def _answered(comparisons: Iterable[Comparison | RowError]) -> Answered:
         except RowError as error:
             errors.append(error)
             continue
-        if row.pairs():
+        if row.agreed():
             data.rows.append(row)
+            data.texts.append([text_of(answer) for answer in row.answers])
             data.images.append(measured)
     if errors:
         logger.warning("left out: %d of the rows, the first because of this: %s", len(errors), errors[0])
-    return data
-
-
-def _frame(rows: Sequence[Comparison], scores: Scores, public: Benchmark | None) -> pd.DataFrame:
-    frame = scored_pairs(rows, scores)
-    for name in () if public is None else public.by:
-        frame[f"by/{name}"] = [row.columns.get(name) for row in rows for _ in row.pairs()]
-    return frame
-
-
-def _accuracy(frame: pd.DataFrame) -> Estimate:
-    decided = frame[~frame["tie"].astype(bool)].reset_index(drop=True)
-
-    def half_ties(part: pd.DataFrame) -> dict[str, float]:
-        return {"accuracy": float(credits_of(margins_of(part)).mean())}
-
-    every = {"accuracy": np.ones(len(decided), dtype=bool)}
-    return with_intervals(half_ties, decided, half_ties(decided), decided["prompt_id"].to_numpy(), every)["accuracy"]
+    if all(pair.tie for row in data.rows for pair in row.agreed()):
+        raise DataError("there is no pair that people decided: a ruler has nothing to be measured against")
+    readings = []
+    for name, ruler in RULERS.items():
+        try:
+            scores = ruler.score(data)
+            if ruler.equal and all(len(set(of_row)) == 1 for of_row in scores):
+                raise Silent(ruler.equal)
+        except Silent as silence:
+            readings.append(RulerResult(name, ruler.reads, None, {}, str(silence)))
+            continue
+        frame = scored_pairs(data.rows, scores)
+        for key in () if public is None else public.by:
+            frame[f"by/{key}"] = [row.columns.get(key) for row in data.rows for _ in row.agreed()]
+        pairs = PairArrays(frame)
+        accuracy = share_of(pairs.credits).estimate(pairs.prompts)
+        readings.append(RulerResult(name, ruler.reads, accuracy, {} if public is None else public.estimate(frame)))
+    return readings
 
 
 # Rulers of one thing -------------------------------------------------------------------------------------------------
 
 
-def longer(data: Answered) -> Scores:
-    scores = [[float(len(text)) for text in texts] for texts in data.texts()]
-    return _unless_equal(scores, "all answers are of one length")
+def of_texts(measure: Callable[[str], float]) -> Callable[[Answered], Scores]:
+    return lambda data: [list(map(measure, of_row)) for of_row in data.texts]
 
 
 def first(data: Answered) -> Scores:
-    if all(pair.chosen < pair.rejected for row in data.rows for pair in row.pairs() if not pair.tie):
+    if all(pair.chosen < pair.rejected for row in data.rows for pair in row.agreed() if not pair.tie):
         raise Silent("the data list the better answer first in every row, which says nothing of position")
     return [[-float(branch) for branch in range(len(row.answers))] for row in data.rows]
 
 
-def more_markdown(data: Answered) -> Scores:
-    scores = [[float(len(MARKDOWN.findall(text))) for text in texts] for texts in data.texts()]
-    return _unless_equal(scores, "no answer has more Markdown than another")
-
-
-def larger_image(data: Answered) -> Scores:
-    scores = [[measures[0] for measures in of_row] for of_row in data.images]
-    return _unless_equal(scores, "no answer has a larger image than another")
-
-
 def more_images(data: Answered) -> Scores:
-    scores = [[float(sum(map(_shown, media_of(answer)))) for answer in row.answers] for row in data.rows]
-    return _unless_equal(scores, "no answer has more images than another")
-
-
-def _shown(medium: Medium) -> int:
-    """Return the number of pictures of an image, or of a video as frames."""
-    return len(medium.reference) if isinstance(medium.reference, (list, tuple)) else 1
-
-
-def _unless_equal(scores: Scores, reason: str) -> Scores:
-    if all(len(set(of_row)) == 1 for of_row in scores):
-        raise Silent(reason)
-    return scores
+    """Score answers by their images and the frames of their videos, of which a file counts as one."""
+    references = [[[m.reference for m in media_of(answer)] for answer in row.answers] for row in data.rows]
+    return [
+        [float(sum(len(it) if isinstance(it, (list, tuple)) else 1 for it in answer)) for answer in of_row]
+        for of_row in references
+    ]
 
 
 # Learned rulers ------------------------------------------------------------------------------------------------------
@@ -199,17 +156,15 @@ def _unless_equal(scores: Scores, reason: str) -> Scores:
 
 def image_blind(data: Answered) -> Scores:
     """Score answers by their words, alone and with the question's beginning, and by what they share with it."""
-    texts = data.texts()
-    if not any(text.strip() for of_row in texts for text in of_row):
+    if not any(text.strip() for of_row in data.texts for text in of_row):
         raise Silent("the answers have no text, which is all that it reads")
-    questions = [text_of(row.prompt) for row in data.rows]
-    pairs = [(text, question) for of_row, question in zip(texts, questions, strict=True) for text in of_row]
+    pairs = [(text, text_of(row.prompt)) for row, texts in zip(data.rows, data.texts, strict=True) for text in texts]
     return _learned(data, [_tokens(*pair) for pair in pairs], [_style(*pair) for pair in pairs])
 
 
 def question_blind(data: Answered) -> Scores:
     """Score answers by their words and by measures of their images."""
-    texts = [text for of_row in data.texts() for text in of_row]
+    texts = [text for of_row in data.texts for text in of_row]
     images = [measures for of_row in data.images for measures in of_row]
     of_style = [_style(text, "") + measures for text, measures in zip(texts, images, strict=True)]
     return _learned(data, [_tokens(text, "") for text in texts], of_style)
@@ -234,10 +189,7 @@ def _words(text: str) -> list[str]:
 
 
 def _of_images(answer: Messages) -> list[float]:
-    """Return measures of the first image of an answer: size, shape, brightness and its spread, edges, colours.
-
-    All are zero without an image.
-    """
+    """Return size, shape, brightness and its spread, edges and colours of an answer's first image, or zeros."""
     images = [medium for medium in media_of(answer) if isinstance(medium, Image)]
     if not images:
         return [0.0] * 9
@@ -253,7 +205,9 @@ def _of_images(answer: Messages) -> list[float]:
 
 def _learned(data: Answered, tokens: Sequence[list[str]], measures: Sequence[list[float]]) -> Scores:
     """Score each prompt's answers by a Bradley-Terry model of tokens and measures, fitted on other prompts."""
-    prompts = data.prompts()
+    frame = scored_pairs(data.rows, [[0.0] * len(row.answers) for row in data.rows])
+    pair_prompts = numbered(frame["prompt_id"].to_numpy())
+    prompts = pair_prompts[np.cumsum([0, *(len(row.agreed()) for row in data.rows[:-1])])]  # of each row
     count = prompts.max() + 1
     if count < 2 * FOLDS:
         raise Silent(f"it learns from other prompts, and the rows have {count}")
@@ -261,18 +215,14 @@ def _learned(data: Answered, tokens: Sequence[list[str]], measures: Sequence[lis
     features = csr_matrix(hstack([words, StandardScaler().fit_transform(measures)]))
     sizes = [len(row.answers) for row in data.rows]
     starts = np.concatenate([[0], np.cumsum(sizes)])
-    pairs = [
-        (number, starts[number] + pair.chosen, starts[number] + pair.rejected)
-        for number, row in enumerate(data.rows)
-        for pair in row.pairs()
-        if not pair.tie
-    ]
-    owners, better, worse = np.array(pairs).T
+    decided = ~frame["tie"].to_numpy(bool)
+    owners = np.repeat(np.arange(len(sizes)), [len(row.agreed()) for row in data.rows])
+    better, worse = (starts[owners] + frame[f"{side}_branch"].to_numpy(int) for side in ("chosen", "rejected"))
     fold = np.random.default_rng(0).permutation(count)[prompts] % FOLDS
-    differences = features[better] - features[worse]
+    differences, of_pair = features[better[decided]] - features[worse[decided]], fold[owners[decided]]
     scores, of_branch = np.zeros(features.shape[0]), np.repeat(fold, sizes)
     for number in range(FOLDS):
-        known = differences[fold[owners] != number]
+        known = differences[of_pair != number]
         # Each pair in both orders, so that there are two classes, with half the weight.
         model = LogisticRegression(C=0.5, fit_intercept=False, max_iter=200)
         model.fit(vstack([known, -known]), np.repeat([1, 0], known.shape[0]))
@@ -280,23 +230,45 @@ def _learned(data: Answered, tokens: Sequence[list[str]], measures: Sequence[lis
     return [scores[start:end].tolist() for start, end in pairwise(starts)]
 
 
-RULERS: dict[str, tuple[str, Callable[[Answered], Scores]]] = {
-    "longer": ("the number of characters", longer),
-    "first": ("the place in the row", first),
-    "more_markdown": ("the marks of Markdown", more_markdown),
-    "larger_image": ("the pixels of an answer's images", larger_image),
-    "more_images": ("the number of an answer's images or frames", more_images),
-    "image_blind": ("question and answer without images, learned from other prompts", image_blind),
-    "question_blind": ("answers and measures of their images, learned from other prompts", question_blind),
+class Ruler(NamedTuple):
+    """What a ruler reads and how it scores."""
+
+    reads: str
+    score: Callable[[Answered], Scores]
+    equal: str = ""  # the reason to say nothing where it scores all answers alike
+    without: tuple[str, str] | None = None  # what a learned one does not see, and a set on which it is right not need
+
+
+RULERS = {
+    "longer": Ruler("the number of characters", of_texts(len), "all answers are of one length"),
+    "first": Ruler("the place in the row", first),
+    "more_markdown": Ruler(
+        "the marks of Markdown",
+        of_texts(lambda text: len(MARKDOWN.findall(text))),
+        "no answer has more Markdown than another",
+    ),
+    "larger_image": Ruler(
+        "the pixels of an answer's images",
+        lambda data: [[measures[0] for measures in of_row] for of_row in data.images],
+        "no answer has a larger image than another",
+    ),
+    "more_images": Ruler(
+        "the number of an answer's images or frames", more_images, "no answer has more images than another"
+    ),
+    "image_blind": Ruler(
+        "question and answer without images, learned from other prompts",
+        image_blind,
+        without=("images", "does not need sight"),
+    ),
+    "question_blind": Ruler(
+        "answers and measures of their images, learned from other prompts",
+        question_blind,
+        without=("the question", "does not need the question"),
+    ),
 }
 
 
 # In words ------------------------------------------------------------------------------------------------------------
-
-LEARNED = {
-    "image_blind": ("images", "does not need sight"),
-    "question_blind": ("the question", "does not need the question"),
-}
 
 
 def format_rulers(readings: Sequence[RulerResult], public: Benchmark | None = None) -> str:
@@ -304,8 +276,8 @@ def format_rulers(readings: Sequence[RulerResult], public: Benchmark | None = No
     metrics = [] if public is None else [public.published_figures[0].metric]
     lines = [["ruler", "accuracy", *metrics, "", "it reads"]]
     for it in readings:
-        figures = [_percent(it.figures.get(metric)) for metric in metrics]
-        lines.append([it.name, _percent(it.accuracy), *figures, it.verdict, it.reads])
+        figures = ["-" if it is None else it.in_percent() for it in (it.accuracy, *map(it.figures.get, metrics))]
+        lines.append([it.name, *figures, it.verdict, it.reads])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     pairs = max((it.accuracy.n for it in readings if it.accuracy is not None), default=0)
@@ -336,25 +308,14 @@ def meaning(readings: Sequence[RulerResult]) -> list[str]:
     for it in readings:
         if it.accuracy is None or it.accuracy.low <= CHANCE <= it.accuracy.high:
             continue
-        opposite = it.accuracy.high < CHANCE
-        accuracy = _opposite(it.accuracy) if opposite else it.accuracy
-        right = f"{_percent(accuracy, '%')} of the pairs"
-        if it.name in LEARNED and it.accuracy.low > CHANCE:
-            unseen, conclusion = LEARNED[it.name]
-            sentences.append(f"Without {unseen}, {right} are right: that much of the set {conclusion}.")
-        elif it.name not in LEARNED:
-            which = "The opposite of " if opposite else ""
-            sentences.append(f"{which}`{it.name}` alone is right on {right}: hold models to more.")
+        accuracy, below, without = it.accuracy, it.accuracy.high < CHANCE, RULERS[it.name].without
+        if below:  # of the opposite choice; ties count half in both
+            accuracy = accuracy._replace(value=1 - accuracy.value, low=1 - accuracy.high, high=1 - accuracy.low)
+        right = f"{accuracy.in_percent('%')} of the pairs"
+        if without is None:
+            sentences.append(
+                f"{'The opposite of ' * below}`{it.name}` alone is right on {right}: hold models to more."
+            )
+        elif not below:
+            sentences.append(f"Without {without[0]}, {right} are right: that much of the set {without[1]}.")
     return sentences or ["No ruler is found above chance, as far as these pairs can tell."]
-
-
-def _opposite(accuracy: Estimate) -> Estimate:
-    """Return the accuracy of the opposite choice; ties count half in both."""
-    return accuracy._replace(value=1 - accuracy.value, low=1 - accuracy.high, high=1 - accuracy.low)
-
-
-def _percent(figure: Estimate | None, sign: str = "") -> str:
-    if figure is None:
-        return "-"
-    ends = "" if np.isnan(figure.low) else f" ({100 * figure.low:.1f}-{100 * figure.high:.1f})"
-    return f"{100 * figure.value:.1f}{sign}{ends}"

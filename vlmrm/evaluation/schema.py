@@ -7,70 +7,51 @@ from __future__ import annotations
 
 import json
 import math
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NotRequired, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, NotRequired
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, with_config
-from typing_extensions import TypeAliasType, TypedDict, get_type_hints
+from typing_extensions import TypeAliasType, TypedDict
 
 from vlmrm.errors import ConfigError
-from vlmrm.measures.audit import Finding
-from vlmrm.measures.intervals import Estimate
 from vlmrm.settings import describe_errors
 
 SCHEMA_VERSION = 4  # raised whenever a field changes its name or meaning; a new metric is absent from older files
 
-# JSON has no NaN and no infinity: null stands for a figure that the pairs do not allow.
-Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-
 strict = with_config(ConfigDict(extra="forbid"))
 
-
-@cache
-def json_type(kind: Any) -> Any:
-    """Return the type that a figure of some kind has in JSON: named tuples are objects with their fields."""
-    if get_origin(kind) is list:
-        [part] = get_args(kind)
-        return list.__class_getitem__(json_type(part))
-    if not hasattr(kind, "_fields"):
-        return Number if kind is float else kind
-    fields = {name: json_type(part) for name, part in get_type_hints(kind).items()}
-    return strict(TypedDict(kind.__name__, fields))  # ty: ignore[invalid-argument-type]
-
-
 if TYPE_CHECKING:
+    Number = float
     Figures = dict[str, Any]  # a checker cannot know the fields, which METRICS declares
 else:
+    # JSON has no NaN and no infinity: null stands for a figure that the pairs do not allow.
+    Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+    # A named tuple, such as an `Estimate`, is an object with its fields.
     Figure = TypeAliasType("Figure", int | Number | list["Figure"] | dict[str, "Figure"])
     Figures = dict[str, Figure]
 
 
 @strict
 class Statistics(TypedDict):
-    """Figures of all pairs, by category, and by column of `group_by` and value; what the preference rests on."""
+    """Figures of all pairs, by category, and by column of `group_by` and value; the findings of the audit."""
 
     overall: Figures
     category: dict[str, Figures]
     by: dict[str, dict[str, Figures]]
-    audit: NotRequired[list[json_type(Finding)]]  # ty: ignore[invalid-type-form]
+    audit: NotRequired[list[dict[str, Any]]]
 
 
 @strict
 class Origin(TypedDict):
-    """What gave the scores: null stands for what is not known of a scorer that is no checkpoint.
+    """What gave the scores: null stands for what is not known of a scorer that is no checkpoint."""
 
-    `weights` is the digest of the checkpoint, or of what identifies another scorer, `checkpoint` the provenance in its
-    reward_model.json; `scorer` is what else is known of one that is no checkpoint of ours.
-    """
-
-    weights: str | None
+    weights: str | None  # the digest of the checkpoint, or of what identifies another scorer
     device: str | None
     dtype: str | None
     attention: str | None
     chat_template_sha256: str | None
-    checkpoint: dict[str, Any]
-    scorer: NotRequired[dict[str, str]]
+    checkpoint: dict[str, Any]  # the provenance in its reward_model.json
+    scorer: NotRequired[dict[str, str]]  # what else is known of one that is no checkpoint of ours
 
 
 @strict
@@ -84,54 +65,30 @@ class Provenance(Origin):
     processes: int
 
 
-if TYPE_CHECKING:
-    BenchmarkFigure = dict[str, Any]
-else:
-    BenchmarkFigure = json_type(Estimate)
-
-
 @with_config(ConfigDict(extra="allow"))
-class _Row(TypedDict, extra_items=Number):
-    """A checkpoint or another scorer. One with an `error` has no figures.
-
-    `limits` are the interventions that it could not do, with the reason.
-    """
+class Row(TypedDict, extra_items=Number):
+    """A checkpoint or another scorer, with the figures of the table beside these fields; none with an `error`."""
 
     model: str
     checkpoint: str
     path: str
     error: str | None
     dropped_rows: NotRequired[int]
-    limits: NotRequired[dict[str, str]]
+    limits: NotRequired[dict[str, str]]  # the interventions that it could not do, with the reason
     seconds: float
-    benchmark: NotRequired[dict[str, BenchmarkFigure]]
+    benchmark: NotRequired[dict[str, Figures]]
     statistics: NotRequired[Statistics]
     provenance: NotRequired[Provenance]
 
 
-if TYPE_CHECKING:
-    Row = _Row
-else:
-    # Figures of the table stand beside these fields, those of a user's metrics too.
-    Row = Annotated[_Row, BeforeValidator(lambda row: _with_numbers(row) if isinstance(row, dict) else row)]
-
-
-def _with_numbers(row: dict[str, Any]) -> dict[str, Any]:
-    fields = _Row.__annotations__
-    return {name: math.nan if it is None and name not in fields else it for name, it in row.items()}
-
-
 @strict
 class Best(TypedDict):
-    """The checkpoint that `metric` chooses, with its value there.
-
-    `without_luck` is its figure as new prompts would show it, None where it cannot be known.
-    """
+    """The checkpoint that `metric` chooses, with its value there."""
 
     metric: str
     one_standard_error: bool
     value: Number
-    without_luck: NotRequired[json_type(Estimate) | None]  # ty: ignore[invalid-type-form]
+    without_luck: NotRequired[Figures | None]  # as new prompts would show it, None where it cannot be known
     model: str
     checkpoint: str
     path: str
@@ -139,19 +96,13 @@ class Best(TypedDict):
 
 @strict
 class ResultsFile(TypedDict):
-    """The content of a results file.
-
-    `set_name` is the name of the data in a suite. `settings` are all that figures depend on besides the checkpoint,
-    the same for all rows. `leakage` is the
-    result of `vlmrm.evaluation.leakage`, None without `train_data`; `best` is None where no row has the figure to
-    choose by.
-    """
+    """The content of a results file."""
 
     schema_version: int
-    set_name: NotRequired[str]
-    settings: dict[str, Any]
-    leakage: dict[str, Any] | None
-    best: Best | None
+    set_name: NotRequired[str]  # the name of the data in a suite
+    settings: dict[str, Any]  # all that figures depend on besides the checkpoint
+    leakage: dict[str, Any] | None  # that of `vlmrm.evaluation.leakage`, None without `train_data`
+    best: Best | None  # None where no row has the figure to choose by
     results: list[Row]
 
 
@@ -186,11 +137,14 @@ def load_results(path: str | Path) -> ResultsFile:
             "again into another output_file, or use the vlmrm that wrote it."
         )
     try:
-        return _READER.validate_python(saved)
+        content = _READER.validate_python(saved)
     except ValidationError as error:
         raise ConfigError(
             f"{path} is not a valid results file: {describe_errors(error.errors())}; evaluate again."
         ) from error
+    for row in content["results"]:  # a pydantic before 2.12 knows nothing of `extra_items`
+        row.update({name: math.nan for name, value in row.items() if value is None and name != "error"})  # ty: ignore
+    return content
 
 
 def dump_results(content: ResultsFile) -> str:

@@ -9,12 +9,14 @@ A suite is a YAML file of names and the keys of each set, or one of `SUITES`, li
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import pandas as pd
 from datasets import Dataset
 
 from vlmrm.data.arguments import DataArguments
@@ -23,10 +25,11 @@ from vlmrm.data.comparisons import data_fingerprint, iterate_readable, load_comp
 from vlmrm.data.tables import InMemory
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.arguments import NOT_OF_A_BENCHMARK, EvaluationArguments, check_set_keys
-from vlmrm.evaluation.choosing import split_metric
+from vlmrm.evaluation.choosing import Criterion, split_metric
 from vlmrm.evaluation.leakage import Leakage
 from vlmrm.evaluation.public import Benchmark, benchmark, load_benchmark
 from vlmrm.evaluation.results import Results
+from vlmrm.evaluation.schema import Best, Row
 from vlmrm.measures.pairs import PairTable, check_columns
 from vlmrm.settings import Strict, did_you_mean, load_file, validate
 
@@ -64,52 +67,44 @@ class SetKeys(Strict):
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A data set to evaluate on: how it is read, and the table of its results.
+    """A data set to evaluate on: how it is read, and the table of its results."""
 
-    `name` is its name in a suite, None for the only set of a sweep. With a `benchmark` its rows are those of that, of
-    which `data_args.dataset_path` may name a local copy.
-    """
-
-    name: str | None
-    benchmark: Benchmark | None
+    name: str | None  # in a suite, None for the only set of a sweep
+    benchmark: Benchmark | None  # whose rows they are; `data_args.dataset_path` may name a local copy
     data_args: DataArguments
     group_by: tuple[str, ...]
     csv: Path
 
+    def __post_init__(self):
+        by = () if self.benchmark is None else self.benchmark.by
+        object.__setattr__(self, "group_by", tuple(dict.fromkeys([*self.group_by, *by])))
+
     def open(self) -> Dataset:
-        """Return its comparisons.
-
-        With `eval_fraction` these are the rows that a training of the same dataset_path and split_seed holds out.
-        """
-        dataset = self._load()
-        if self.group_by:
-            check_columns(iterate_readable(dataset), self.group_by)
-        return dataset
-
-    def _load(self) -> Any:
+        """Return its comparisons, with `eval_fraction` those that a training with the same keys holds out."""
         data_args = self.data_args
         if self.benchmark is not None:
-            return load_benchmark(self.benchmark.name, next(iter(data_args.dataset_path), None), data_args)
-        if data_args.eval_fraction:
-            return load_train_and_eval(data_args)[1]
-        return load_comparisons(
-            data_args.dataset_path,
-            arguments=data_args,
-            split=data_args.dataset_split,
-            weights=data_args.dataset_weights,
-            limit=data_args.max_eval_samples,
-        )
+            dataset = load_benchmark(self.benchmark.name, next(iter(data_args.dataset_path), None), data_args)
+        elif data_args.eval_fraction:
+            dataset = load_train_and_eval(data_args)[1]
+        else:
+            dataset = load_comparisons(
+                data_args.dataset_path,
+                arguments=data_args,
+                split=data_args.dataset_split,
+                weights=data_args.dataset_weights,
+                limit=data_args.max_eval_samples,
+            )
+        rows = cast(Dataset, dataset)
+        if self.group_by:
+            check_columns(iterate_readable(rows), self.group_by)
+        return rows
 
     def results(self, args: EvaluationArguments) -> Results:
-        """Return the results so far."""
-        return Results(self.csv, self._settings(args), self.name)
-
-    def _settings(self, args: EvaluationArguments) -> dict[str, Any]:
-        """Return the settings, other than the checkpoint, on which a row's figures depend."""
+        """Return the results so far, of the settings, other than the checkpoint, on which figures depend."""
         keys = ("dtype", "attn_implementation", "base_model_path", "batching")
         keys += ("interventions", "intervention_sample", "scorer_drops_media")
         hub = [] if self.benchmark is None else [self.benchmark.source.hub]
-        return {
+        settings = {
             "data": data_fingerprint(self.data_args.dataset_path or hub),
             "train_data": data_fingerprint(args.train_data) if args.train_data else None,
             **{key: getattr(args, key) for key in keys},
@@ -117,20 +112,18 @@ class EvaluationSet:
             "group_by": list(self.group_by),
             "reading": asdict(self.data_args),
         }
+        return Results(self.csv, settings, self.name)
 
 
 @dataclass(frozen=True)
 class OpenSet:
-    """A set whose rows can be read, with its results, and how much of it was trained on, where that is known.
-
-    `tables` are the pairs of its comparisons that were scored, which checkpoints share.
-    """
+    """A set whose rows can be read, with its results."""
 
     definition: EvaluationSet
     dataset: Dataset
     results: Results
-    leakage: Leakage | None
-    tables: dict[Any, PairTable] = field(default_factory=dict)
+    leakage: Leakage | None  # how much of it was trained on, where that is known
+    tables: dict[Any, PairTable] = field(default_factory=dict)  # pairs that were scored, which checkpoints share
 
     @property
     def of(self) -> str:
@@ -141,11 +134,11 @@ class OpenSet:
 def evaluation_sets(args: EvaluationArguments, data_args: DataArguments) -> list[EvaluationSet]:
     """Return the sets that the arguments name.
 
-    One set has its table in `output_file`. Those of a suite, of `data`, or of several benchmarks have theirs in the
-    folder of that name, without the suffix, and `dataset_path` is then a folder with local copies of benchmarks.
+    One set has its table in `output_file`; several have theirs in the folder of that name, without the suffix, and
+    `dataset_path` is then a folder with local copies of benchmarks.
     """
     csv = Path(args.output_file)
-    if not is_suite(args):
+    if args.suite is None and not args.data and len(args.benchmark) <= 1:
         public = benchmark(args.benchmark[0]) if args.benchmark else None
         if public is None and not data_args.dataset_path:
             raise ConfigError(
@@ -153,26 +146,46 @@ def evaluation_sets(args: EvaluationArguments, data_args: DataArguments) -> list
             )
         check_set_keys(data_args, args.train_data, is_benchmark=public is not None)
         _check_metric(args.metric_for_best, [])
-        return [_set(None, public, data_args, args.group_by, csv)]
+        return [EvaluationSet(None, public, data_args, tuple(args.group_by), csv)]
     definitions = (
         [(f"suite {args.suite}", name, keys) for name, keys in read_suite(args.suite).items()] if args.suite else []
     )
     definitions += [("benchmark", name, SetKeys(benchmark=name)) for name in args.benchmark]
-    definitions += [("data", *_named(text)) for text in args.data]
+    for text in args.data:  # NAME=PATH or PATH
+        match = None if Path(text).exists() or isinstance(text, InMemory) else NAMED.fullmatch(text)
+        name, path = match.groups() if match else (re.sub(r"[^\w.+-]", "_", Path(text).stem), text)
+        definitions.append(("data", name, SetKeys(dataset_path=[path])))
     names = [name for _, name, _ in definitions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two sets are called {twice}: give one another name, as --data NAME=PATH or in a suite.")
     _check_metric(args.metric_for_best, names)
     if all(keys.benchmark for _, _, keys in definitions):
         check_set_keys(replace(data_args, dataset_path=[]), args.train_data, is_benchmark=True)
-    copies = _copies(data_args, [keys for _, _, keys in definitions])
-    folder = csv.with_suffix("")
-    return [_of_keys(f"{key}: {name}", name, keys, args, data_args, copies, folder) for key, name, keys in definitions]
-
-
-def is_suite(args: EvaluationArguments) -> bool:
-    """Return whether the arguments name sets that have results of their own."""
-    return args.suite is not None or bool(args.data) or len(args.benchmark) > 1
+    copies, unset, sets = Path(next(iter(data_args.dataset_path), "")), DataArguments(), []
+    if data_args.dataset_path:
+        may_be_copied = any(keys.benchmark and not keys.dataset_path for _, _, keys in definitions)
+        if len(data_args.dataset_path) > 1 or not may_be_copied:
+            raise ConfigError(
+                "dataset_path beside several sets is the folder with copies of benchmarks: give data as --data "
+                "NAME=PATH."
+            )
+        if not copies.is_dir():
+            raise ConfigError(f"dataset_path is {copies}, which is no folder: name one with a copy of each benchmark.")
+    for key, name, keys in definitions:
+        public = None if keys.benchmark is None else benchmark(keys.benchmark)
+        of_set = {it: getattr(keys, it) for it in keys.model_fields_set - {"benchmark", "group_by"}}
+        if "dataset_path" not in of_set:
+            copy = copies / (keys.benchmark or "")
+            of_set["dataset_path"] = [str(copy)] if data_args.dataset_path and copy.exists() else []
+        inherited = {} if public is None else {it: getattr(unset, it) for it in NOT_OF_A_BENCHMARK}
+        own = [keys.group_by] if isinstance(keys.group_by, str) else keys.group_by or []
+        try:
+            made = replace(data_args, **{**inherited, **of_set})
+            check_set_keys(made, args.train_data, is_benchmark=public is not None)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {name}: {error}") from None
+        sets.append(EvaluationSet(name, public, made, (*args.group_by, *own), csv.with_suffix("") / f"{name}.csv"))
+    return sets
 
 
 def read_suite(suite: str) -> dict[str, SetKeys]:
@@ -199,7 +212,8 @@ def _read_set(path: Path, name: str, keys: Any) -> SetKeys:
         keys = {"benchmark": name}
     if not isinstance(keys, dict):
         raise ConfigError(f"{where} must be a path, or hold `key: value` lines.")
-    if shared := next((key for key in keys if key not in SetKeys.model_fields and _is_shared(key)), None):
+    known = {**DataArguments.__dataclass_fields__, **EvaluationArguments.__dataclass_fields__}
+    if shared := next((key for key in keys if key in known and key not in SetKeys.model_fields), None):
         raise ConfigError(f"{where}: {shared} is the same for all sets: give it in the configuration.")
     read = validate(SetKeys, keys, where)
     if read.benchmark is None and not read.dataset_path:
@@ -207,72 +221,42 @@ def _read_set(path: Path, name: str, keys: Any) -> SetKeys:
     return read
 
 
-def _is_shared(key: str) -> bool:
-    return key in DataArguments.__dataclass_fields__ or key in EvaluationArguments.__dataclass_fields__
-
-
-def _named(text: str) -> tuple[str, SetKeys]:
-    """Return the name and the keys of a value of `data`, NAME=PATH or PATH."""
-    match = None if Path(text).exists() or isinstance(text, InMemory) else NAMED.fullmatch(text)
-    name, path = match.groups() if match else (re.sub(r"[^\w.+-]", "_", Path(text).stem), text)
-    return name, SetKeys(dataset_path=[path])
-
-
-def _copies(data_args: DataArguments, definitions: Iterable[SetKeys]) -> Path | None:
-    """Return the folder of local copies of benchmarks, None where `dataset_path` is not given."""
-    if not data_args.dataset_path:
-        return None
-    folder = Path(data_args.dataset_path[0])
-    if len(data_args.dataset_path) > 1 or not any(keys.benchmark and not keys.dataset_path for keys in definitions):
-        raise ConfigError(
-            "dataset_path beside several sets is the folder with copies of benchmarks: give data as --data NAME=PATH."
-        )
-    if not folder.is_dir():
-        raise ConfigError(f"dataset_path is {folder}, which is no folder: name one with a copy of each benchmark.")
-    return folder
-
-
-def _of_keys(
-    where: str,
-    name: str,
-    keys: SetKeys,
-    args: EvaluationArguments,
-    data_args: DataArguments,
-    copies: Path | None,
-    folder: Path,
-) -> EvaluationSet:
-    """Return a set from its own keys and those of the configuration."""
-    public = None if keys.benchmark is None else benchmark(keys.benchmark)
-    of_set = {key: getattr(keys, key) for key in keys.model_fields_set - {"benchmark", "group_by"}}
-    if "dataset_path" not in of_set:
-        copy = None if copies is None else copies / (keys.benchmark or "")
-        of_set["dataset_path"] = [str(copy)] if copy is not None and copy.exists() else []
-    unset = DataArguments()
-    inherited = {} if public is None else {key: getattr(unset, key) for key in NOT_OF_A_BENCHMARK}
-    try:
-        made = replace(data_args, **{**inherited, **of_set})
-        check_set_keys(made, args.train_data, is_benchmark=public is not None)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    return _set(name, public, made, [*args.group_by, *_listed(keys.group_by)], folder / f"{name}.csv")
-
-
-def _listed(value: str | list[str] | None) -> list[str]:
-    return [value] if isinstance(value, str) else value or []
-
-
 def _check_metric(metric: str, names: Sequence[str]) -> None:
     """Refuse a metric of a set that is not evaluated."""
     name = split_metric(metric)[0]
     if name is not None and name not in names:
-        hint = did_you_mean(
-            name, names, f" (there are {', '.join(names)})." if names else ", as there is only one set."
-        )
+        there_are = f" (there are {', '.join(names)})." if names else ", as there is only one set."
+        hint = did_you_mean(name, names, there_are)
         raise ConfigError(f"metric_for_best is {metric}, and no set is called {name}{hint}")
 
 
-def _set(
-    name: str | None, public: Benchmark | None, data_args: DataArguments, group_by: list[str], csv: Path
-) -> EvaluationSet:
-    by = () if public is None else public.by
-    return EvaluationSet(name, public, data_args, tuple(dict.fromkeys([*group_by, *by])), csv)
+def suite_rows(sets: Mapping[str, Results]) -> list[Any]:
+    """Return a row for each checkpoint, in the order of evaluation, with its rows by set; it has all their errors."""
+    by_path: dict[str, dict[str, Row]] = {}
+    for name, results in sets.items():
+        for row in results.rows:
+            by_path.setdefault(row["path"], {})[name] = row
+    rows = []
+    for of_sets in by_path.values():
+        first = next(iter(of_sets.values()))
+        errors = {name: of_sets[name]["error"] if name in of_sets else "not evaluated" for name in sets}
+        error = "; ".join(f"{name}: {error}" for name, error in errors.items() if error) or None
+        seconds = sum(row["seconds"] for row in of_sets.values())
+        about = {key: first[key] for key in ("model", "checkpoint", "path")}
+        rows.append({**about, "error": error, "seconds": seconds, "sets": of_sets})
+    return rows
+
+
+def suite_table(rows: Sequence[Any], sets: Sequence[str], criterion: Criterion, best: Best | None) -> pd.DataFrame:
+    """Return a line for each of `suite_rows`: the figure of `metric_for_best` on each set with its interval."""
+    lines, of_set = [], replace(criterion, sets=())
+    for row in rows:
+        line: dict[str, Any] = {"model": row["model"], "checkpoint": row["checkpoint"]}
+        line[criterion.label] = math.nan if row["error"] else criterion.number(row, "value")
+        for name in sets:
+            measured = row["sets"].get(name, {"error": "not evaluated"})
+            for column, part in ((name, "value"), (f"{name}/low", "low"), (f"{name}/high", "high")):
+                line[column] = math.nan if measured["error"] else of_set.number(measured, part)
+        line |= {"error": row["error"], "seconds": row["seconds"]}
+        lines.append(line | {"best": best is not None and row["path"] == best["path"]})
+    return pd.DataFrame(lines)

@@ -10,38 +10,61 @@ import logging
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
-from datasets import Dataset
 
 from vlmrm.config import Configuration, parse
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import iterate_comparisons
 from vlmrm.data.tables import name_tables
-from vlmrm.errors import ConfigError, DataError, RowError
+from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, DataError, RowError
 from vlmrm.evaluation.arguments import EvaluationArguments, check_data_keys
 from vlmrm.evaluation.choosing import Criterion, split_metric
 from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.evaluate import evaluate_entry, opened
-from vlmrm.evaluation.leakage import Leakage, leakage, open_rows, verdict
-from vlmrm.evaluation.results import beside_published, describe, write_rewardbench
+from vlmrm.evaluation.leakage import leakage, open_rows, verdict
+from vlmrm.evaluation.results import beside_published, describe, digest
+from vlmrm.evaluation.schema import Best, Row
 from vlmrm.evaluation.scorers import scorer_entries
 from vlmrm.evaluation.scorers.checkpoint import CheckpointEntry
-from vlmrm.evaluation.suite import EvaluationSet, OpenSet, evaluation_sets, is_suite
-from vlmrm.evaluation.suite_table import SuiteTable, mean_criterion
-from vlmrm.evaluation.sweep_result import SweepResult, conclude
-from vlmrm.files import exclusive_lock
+from vlmrm.evaluation.suite import EvaluationSet, OpenSet, evaluation_sets, suite_rows, suite_table
+from vlmrm.files import exclusive_lock, write_file
 from vlmrm.logs import counted, start_log
-from vlmrm.modeling.manifest import COMPLETE, TRAINING_LOCK, find_checkpoints, is_finished
+from vlmrm.modeling.manifest import COMPLETE, TRAINING_LOCK, find_checkpoints, is_finished, save_normalization
 
 logger = logging.getLogger("vlmrm")
 INTERVAL = 15.0  # seconds between two searches for new checkpoints
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The table's rows, in the order of evaluation, and the one that `metric_for_best` chose.
+
+        result.best["preference_accuracy"], result.rows, result.csv
+
+    Of a suite, a row has those of its sets under `sets`, and there is no such file as `scores`.
+    """
+
+    rows: list[Row]
+    choice: Best | None
+    csv: Path
+    scores: Path  # every pair, as parquet
+    paths: frozenset[str]  # of the rows that this sweep was about; others are of earlier ones with this output
+    sets: Mapping[str, SweepResult] = field(default_factory=dict)  # the result of each set of a suite
+    unread: Mapping[str, str] = field(default_factory=dict)  # why a set could not be evaluated
+
+    @property
+    def best(self) -> Row | None:
+        """Return the row that was chosen; None where none has figures."""
+        return next((row for row in self.rows if self.choice and row["path"] == self.choice["path"]), None)
 
 
 def sweep(config: Configuration = (), /, **keys: Any) -> SweepResult:
@@ -54,8 +77,7 @@ def sweep(config: Configuration = (), /, **keys: Any) -> SweepResult:
         keys: keys of the configuration, which override those of `config`. `dataset_path` may be a `datasets.Dataset`.
 
     Raises:
-        ConfigError: when there is no checkpoint to evaluate or none can be chosen, the results are of other data or
-            settings, or another sweep is writing them.
+        ConfigError: when no checkpoint can be evaluated or chosen, or the results are of other data or in use.
         BelowThreshold: when the best checkpoint is below `fail_under`.
         DataError: when the data cannot be read. A checkpoint that cannot be read is a row with its error.
     """
@@ -66,16 +88,25 @@ def sweep(config: Configuration = (), /, **keys: Any) -> SweepResult:
     log_path = start_log("eval")
     processes = launched()
     with sole_sweep([Path(args.output_file), *(it.csv for it in sets if it.name)], processes):
-        return run_sweep(sets, args, data_args, processes, log_path)
+        entries = entries_to_evaluate(args)
+        unread: dict[str, str] = {}
+        main = processes.is_main_process
+        opened_sets = [found for it in sets if (found := open_set(it, entries, args, unread, main=main))]
+        if not opened_sets:
+            raise DataError(f"none of the {len(sets)} data sets can be read: {_listed(unread)}")
+        count = counted(len(entries), "model") if isinstance(entries, list) else "checkpoints as they come"
+        rows = " and ".join(f"{len(it.dataset):,} comparisons{it.of}" for it in opened_sets)
+        logger.info("Evaluating %s on %s; log: %s", count, rows, log_path)
+        # Images are opened and processed for the first checkpoint and kept for the others.
+        with TemporaryDirectory(prefix="vlmrm-images-") as images:
+            run = SweepRun(args, data_args, processes, Path(images))
+            looked_at = evaluate_all(entries, opened_sets, run, unread)
+        return conclude(opened_sets, looked_at, unread, args, main=main)
 
 
 @contextmanager
 def sole_sweep(tables: Sequence[Path], processes: PartialState) -> Generator[None]:
-    """Hold the locks of the results in the first process of this sweep, and tell the others if one is taken.
-
-    Raises:
-        ConfigError: on every process, when another sweep is writing them.
-    """
+    """Hold the locks of the results in the first process of this sweep; raise on all if another sweep has one."""
     with ExitStack() as held:
         refused = None
         try:
@@ -90,66 +121,86 @@ def sole_sweep(tables: Sequence[Path], processes: PartialState) -> Generator[Non
         yield
 
 
-def run_sweep(
-    sets: Sequence[EvaluationSet],
+def conclude(
+    sets: Sequence[OpenSet],
+    looked_at: Sequence[Entry],
+    unread: Mapping[str, str],
     args: EvaluationArguments,
-    data_args: DataArguments,
-    processes: PartialState,
-    log_path: Path | None,
+    *,
+    main: bool,
 ) -> SweepResult:
-    """Evaluate with parsed arguments, with the results locked."""
-    entries = entries_to_evaluate(args)
-    unread: dict[str, str] = {}
-    opened_sets = [it for definition in sets if (it := open_set(definition, entries, args, processes, unread))]
-    if not opened_sets:
-        raise DataError(f"none of the {len(sets)} data sets can be read: {_listed(unread)}")
-    count = counted(len(entries), "model") if isinstance(entries, list) else "checkpoints as they come"
-    rows = " and ".join(f"{len(it.dataset):,} comparisons{it.of}" for it in opened_sets)
-    logger.info("Evaluating %s on %s; log: %s", count, rows, log_path)
-    # Images are opened and processed for the first checkpoint and kept for the others.
-    with TemporaryDirectory(prefix="vlmrm-images-") as images:
-        run = SweepRun(args, data_args, processes, Path(images))
-        looked_at = evaluate_all(entries, opened_sets, run, unread)
-    main = processes.is_main_process
-    paths = frozenset(entry.path for entry in looked_at)
-    if not is_suite(args):
-        [results] = (it.results for it in opened_sets)
-        best = conclude(results, criterion_of(args), looked_at, args, main=main)
-        return SweepResult(results.rows, best, results.csv, results.parquet, paths)
-    read = {str(it.definition.name): it.results for it in opened_sets if it.definition.name not in unread}
-    if not read:
+    """Choose the best of all rows and compare it with `fail_under`; the `main` process alone writes."""
+    results = {it.definition.name: it.results for it in sets if it.definition.name not in unread}
+    if not results:
         raise DataError(f"none of the {len(sets)} data sets can be scored: {_listed(unread)}")
-    chosen_by = split_metric(args.metric_for_best)[0]
-    if chosen_by in unread:
+    alone, chosen_by = results.get(None), split_metric(args.metric_for_best)[0]
+    if chosen_by is not None and chosen_by in unread:
         raise DataError(f"{chosen_by}, by which metric_for_best chooses, cannot be evaluated: {unread[chosen_by]}")
-    criterion = mean_criterion(args.metric_for_best, args.one_standard_error, tuple(read))
-    table = SuiteTable(Path(args.output_file), read, criterion)
-    best = conclude(table, criterion, looked_at, args, main=main)
-    of_sets = {name: SweepResult(it.rows, it.best, it.csv, it.parquet, paths) for name, it in read.items()}
-    return SweepResult(table.rows, best, table.csv, table.csv.with_suffix(".scores.parquet"), paths, of_sets, unread)
+    named = {str(name): it for name, it in results.items() if name is not None}
+    rows, criterion = suite_rows(named), criterion_of(args, (chosen_by,) if chosen_by else tuple(named))
+    csv, frame = Path(args.output_file), None  # of the mean of several sets the luck of the choice is not known
+    if alone is not None:
+        rows, criterion, frame = alone.rows, criterion_of(args), alone.frame
+    paths = frozenset(entry.path for entry in looked_at)
+    if not any(row["path"] in paths for row in rows):
+        raise ConfigError(f"watch saw no checkpoint in {', '.join(args.model_dirs)}: check the path, or wait longer.")
+    best = criterion.best(rows, frame)
+    for it in results.values():
+        it.best = best if alone is not None else best or it.best
+        if main:
+            it.write_tables()
+    if main and alone is None:
+        write_file(csv, suite_table(rows, tuple(named), criterion, best).to_csv(index=False))
+    try:
+        criterion.require(rows)
+    except ConfigError as error:
+        raise ConfigError(f"{csv} has every checkpoint, but none is best: {error}") from None
+    if main and best is not None and args.save_normalization and Path(best["path"]).is_dir():
+        data = (
+            alone.settings["data"] if alone is not None else digest([it.settings["data"] for it in results.values()])
+        )
+        save_scale(best["path"], np.concatenate([it.scores_of(best) for it in results.values()]), data)
+    if args.fail_under is not None and (best is None or best["value"] < args.fail_under):
+        reached = "no checkpoint has figures" if best is None else f"{best['path']}, the best, has {best['value']:.4f}"
+        metric = f"{args.metric_for_best} is below the {args.fail_under} of fail_under"
+        raise BelowThreshold(f"{reached}: {metric}: see {csv}.")
+    of_sets = {name: SweepResult(it.rows, it.best, it.csv, it.parquet, paths) for name, it in named.items()}
+    return SweepResult(rows, best, csv, csv.with_suffix(".scores.parquet"), paths, of_sets, unread)
+
+
+def save_scale(path: str, scores: np.ndarray, data: str) -> None:
+    """Save mean and standard deviation of a checkpoint's scores with it, or log why they cannot be."""
+    mean, std = float(scores.mean()), float(scores.std())
+    if std == 0:
+        logger.warning("All %d scores of %s are equal: nothing is saved to normalise by", len(scores), path)
+        return
+    try:
+        saved = save_normalization(path, mean=mean, std=std, count=len(scores), data=data)
+    except (ConfigError, CheckpointError) as error:
+        logger.warning("The mean and spread of the scores are not saved with the best checkpoint: %s", error)
+        return
+    if saved:
+        logger.info("Saved with %s: its scores are %.4f ± %.4f on these data", path, mean, std)
 
 
 def _listed(unread: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in unread.items())
 
 
-def criterion_of(args: EvaluationArguments) -> Criterion:
-    """Return the criterion by which one set chooses."""
-    return Criterion(split_metric(args.metric_for_best)[1], args.one_standard_error)
+def criterion_of(args: EvaluationArguments, sets: tuple[str, ...] = ()) -> Criterion:
+    """Return the criterion by which one set chooses, or the mean of several."""
+    return Criterion(split_metric(args.metric_for_best)[1], args.one_standard_error, sets)
 
 
 def open_set(
     definition: EvaluationSet,
     entries: Iterable[Entry],
     args: EvaluationArguments,
-    processes: PartialState,
     unread: dict[str, str],
+    *,
+    main: bool,
 ) -> OpenSet | None:
-    """Return a set with its results so far; the reason why one of a suite cannot be read goes into `unread`.
-
-    Raises:
-        ConfigError, DataError: when the only set cannot be read, or its results are of other data or settings.
-    """
+    """Return a set with its results so far, the only one or raise; why one of a suite has none goes into `unread`."""
     failed: Exception | None = None
     dataset: Any = None
     try:
@@ -158,18 +209,28 @@ def open_set(
     except (DataError, ConfigError) as error:
         failed = error
     # All ranks go on without a set that one of them cannot read.
-    failures = [error for error in gather_object([failed]) if error is not None]
-    if failures:
-        if processes.is_main_process and dataset is None and isinstance(entries, list):
-            write_failure(entries, failures[0], definition, args)
-        if definition.name is None:
-            raise failures[0]
-        logger.error("%s cannot be evaluated: %s", definition.name, failures[0])
-        unread[definition.name] = str(failures[0])
-        return None
-    leaked = find_leakage(dataset, args.train_data, definition.data_args, processes) if args.train_data else None
-    results.leakage = None if leaked is None else leaked.block()
-    return OpenSet(definition, dataset, results, leaked)
+    failure = next((error for error in gather_object([failed]) if error is not None), None)
+    if failure is None:
+        leaked = None
+        if args.train_data:  # one process computes it
+            trained_on = open_rows(args.train_data, definition.data_args)
+            [leaked] = broadcast_object_list([leakage(trained_on, iterate_comparisons(dataset)) if main else None])
+            logger.info("Leakage: %s", verdict(leaked))
+        results.leakage = None if leaked is None else leaked.block()
+        return OpenSet(definition, dataset, results, leaked)
+    if main and dataset is None and isinstance(entries, list):
+        # Unless the files cannot be written, or hold other results, which are kept.
+        with suppress(ConfigError, DataError):
+            results = definition.results(args)
+            for entry in entries:
+                if not results.holds(entry):
+                    results.add(entry.row(str(failure)), None)
+            results.write()
+    if definition.name is None:
+        raise failure
+    logger.error("%s cannot be evaluated: %s", definition.name, failure)
+    unread[definition.name] = str(failure)
+    return None
 
 
 def launched() -> PartialState:
@@ -192,7 +253,7 @@ def entries_to_evaluate(args: EvaluationArguments) -> Iterable[Entry]:
 def evaluate_all(
     entries: Iterable[Entry], sets: Sequence[OpenSet], run: SweepRun, unread: dict[str, str]
 ) -> list[Entry]:
-    """Evaluate the entries on the sets that lack them, each opened once, and return all entries; Ctrl-C ends a watch.
+    """Evaluate the entries on the sets that lack them, each opened once, and return all; Ctrl-C ends a watch.
 
     The reason why a set of a suite cannot be scored goes into `unread`, and the sweep continues without it.
     """
@@ -235,37 +296,10 @@ def evaluate_on(sets: Sequence[OpenSet], entry: Entry, run: SweepRun, unread: di
             results.add(row, frame)
             results.best = criterion_of(run.args).best(results.rows)
             if run.processes.is_main_process:
-                if frame is not None:
-                    write_rewardbench(results.csv.with_suffix(".rewardbench"), row, frame)
                 results.write()
             logger.info("%s%s: %s", entry.path, it.of, describe(row))
             if it.definition.benchmark is not None and not row["error"]:
                 logger.info("%s", beside_published(it.definition.benchmark.name, row))
-
-
-def write_failure(
-    entries: Iterable[Entry], error: Exception, definition: EvaluationSet, args: EvaluationArguments
-) -> None:
-    """Write the error into the rows of entries without figures."""
-    try:
-        results = definition.results(args)
-    except (ConfigError, DataError):
-        return  # the files cannot be written, or hold other results, which are kept
-    for entry in entries:
-        if not results.holds(entry):
-            results.add(entry.row(str(error)), None)
-    results.write()
-
-
-def find_leakage(
-    dataset: Dataset, train_data: Sequence[str], data_args: DataArguments, processes: PartialState
-) -> Leakage:
-    """Return the overlap of the evaluation data with `train_data`, which one process computes and broadcasts."""
-    trained_on = open_rows(train_data, data_args)
-    shared = [leakage(trained_on, iterate_comparisons(dataset)) if processes.is_main_process else None]
-    [result] = broadcast_object_list(shared)
-    logger.info("Leakage: %s", verdict(result))
-    return result
 
 
 def checkpoints_of(model_dir: str, args: EvaluationArguments) -> list[Path]:
@@ -295,16 +329,20 @@ def watch(
 ) -> Iterator[Path]:
     """Yield every complete checkpoint below `model_dirs`, once, until all the trainings have finished.
 
-    A folder may not exist yet; one that is itself a checkpoint counts as finished. After `timeout` seconds without a
-    new checkpoint, not counting the time of evaluations, it ends with a warning. All ranks get the same checkpoints in
-    the same order: the first searches, and broadcasts.
+    A folder may not exist yet. After `timeout` seconds without a new checkpoint, not counting the time of evaluations,
+    it ends with a warning. All ranks get the same checkpoints in the same order.
     """
     main = PartialState().is_main_process
     done: set[Path] = set()
     since = clock()
     while True:
-        # First whether the trainings have finished: by then their last checkpoints are complete.
-        look = (all(map(_finished, model_dirs)), _next(model_dirs, pattern, done), clock() - since) if main else None
+        look = None
+        if main:
+            # First whether the trainings have finished: by then their last checkpoints are complete.
+            ended = all(is_finished(model_dir) or Path(model_dir, COMPLETE).is_file() for model_dir in model_dirs)
+            found = (path for it in model_dirs for path in find_checkpoints(it, pattern) or [Path(it)])
+            new = next((path for path in found if path not in done and (path / COMPLETE).is_file()), None)
+            look = ended, new, clock() - since
         [(finished, folder, waited)] = broadcast_object_list([look])
         if folder is not None:
             done.add(folder)
@@ -317,16 +355,3 @@ def watch(
             return
         else:
             wait(INTERVAL)
-
-
-def _next(model_dirs: Sequence[str], pattern: str, done: set[Path]) -> Path | None:
-    """Return the first complete checkpoint not in `done`, as the folders are now: a training may delete some."""
-    for model_dir in model_dirs:
-        for folder in find_checkpoints(model_dir, pattern) or [Path(model_dir)]:
-            if folder not in done and (folder / COMPLETE).is_file():
-                return folder
-    return None
-
-
-def _finished(model_dir: str) -> bool:
-    return is_finished(model_dir) or Path(model_dir, COMPLETE).is_file()

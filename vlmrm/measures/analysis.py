@@ -13,18 +13,15 @@ from vlmrm.errors import ConfigError
 from vlmrm.measures.audit import audit
 from vlmrm.measures.intervals import Figure
 from vlmrm.measures.metrics import METRICS
-from vlmrm.measures.pair_arrays import PairArrays
-from vlmrm.measures.pairs import check_pairs
+from vlmrm.measures.pairs import PairArrays, check_pairs
 
 GROUP = "by/"
 
 
 def analyse(frame: pd.DataFrame) -> dict[str, Any]:
-    """Return `figures` of the scored pairs of one checkpoint.
+    """Return `figures` of the scored pairs of one checkpoint: `overall`, by `category`, and for every column by/NAME.
 
-    Returns:
-        `overall`: figures; `category`: figures by category; `by`: for every column by/NAME of the frame figures by
-        value. Rows without a value are in `overall` only. `audit`: the findings of `vlmrm.measures.audit`.
+    Rows without a value are in `overall` only. `audit` are the findings of `vlmrm.measures.audit`.
     """
     check_pairs(frame)
     columns = [name for name in map(str, frame) if name.startswith(GROUP)]

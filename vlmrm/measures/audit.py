@@ -18,8 +18,7 @@ from scipy.special import stdtr, stdtrit
 
 from vlmrm.measures.intervals import NAN, Contrast, Estimate, Figure, Mean, spread, with_both_signs, with_ends
 from vlmrm.measures.interventions import INTERVENTIONS
-from vlmrm.measures.pair_arrays import PairArrays
-from vlmrm.measures.pairs import credits_of
+from vlmrm.measures.pairs import PairArrays, credits_of
 
 MARGIN = 0.05  # of accuracy: a larger change counts, a smaller one counts as none
 OBSERVED_MARGIN = 0.1  # of a contrast between pairs, which may differ in other things too
@@ -35,52 +34,33 @@ State = Literal["reliant", "not reliant", "undecided"]
 class Finding(NamedTuple):
     """The answer to one question.
 
-    `name` is the intervention's, or "length" or "position"; `loss` the accuracy that is lost, below zero gained; of
-    the contrasts the accuracy where the chosen answer is the longer or the first one less that elsewhere, and of the
-    order what standing first is worth. `left` is the accuracy under the change. `p_value` is that of the nearer claim,
-    adjusted for all questions; `detectable` the loss that would have been found with a probability of 80 %, NaN where
-    none. `reason` says what is in the way of a claim, `averaged` of how many variants, such as donors or neutral
-    pictures, the figures are the mean.
+    `loss` is the accuracy that is lost, below zero gained: of the contrasts that where the chosen answer is the longer
+    or the first one less that elsewhere, and of the order what standing first is worth.
     """
 
-    name: str
+    name: str  # of the intervention, or "length" or "position"
     family: str
     state: State
     loss: Estimate
-    left: Estimate
+    left: Estimate  # the accuracy under the change
     margin: float
-    p_value: float
-    detectable: float
-    reason: str
-    averaged: int
-
-
-class _AuditQuestion(NamedTuple):
-    """A question before it is answered: `claim` is the nearer one, `p` its own probability by mistake."""
-
-    name: str
-    family: str
-    loss: Estimate
-    left: Estimate
-    margin: float
-    claim: State
-    p: float
-    error: float
-    freedom: int
-    reason: str
-    averaged: int = 1
+    p_value: float  # of the nearer claim, adjusted for all questions
+    detectable: float  # the loss that would have been found with a probability of 80 %, NaN where none
+    reason: str  # what is in the way of a claim
+    averaged: int  # of how many variants, such as donors or neutral pictures, the figures are the mean
 
 
 def audit(frame: pd.DataFrame) -> list[Finding]:
     """Return a finding for each question that the scored pairs of one checkpoint allow, in their declared order."""
     pairs = PairArrays(frame)
-    questions = [
-        *(question for name in INTERVENTIONS if (question := _of_intervention(pairs, name)) is not None),
-        *(question for question in (_of_length(pairs), _of_position(pairs)) if question is not None),
-    ]
-    testable = [question for question in questions if not question.reason]
-    adjusted = dict(zip((question.name for question in testable), holm([q.p for q in testable]), strict=True))
-    return [_answer(question, adjusted.get(question.name, 1.0), len(testable)) for question in questions]
+    found = [it for name in INTERVENTIONS if (it := _of_intervention(pairs, name)) is not None]
+    if np.nan_to_num(pairs.longer).any():  # unless all are equally long
+        found.append(_contrasted("length", pairs, pairs.longer > 0, pairs.longer < 0))
+    (chosen, rejected), decided = pairs.sides("branch").T, ~np.isnan(pairs.margins)
+    found.append(_contrasted("position", pairs, decided & (chosen < rejected), decided & (chosen > rejected)))
+    testable = [finding for finding, _ in found if not finding.reason]
+    adjusted = dict(zip((it.name for it in testable), holm([it.p_value for it in testable]), strict=True))
+    return [_answer(finding, test, adjusted.get(finding.name, 1.0), len(testable)) for finding, test in found]
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -106,30 +86,22 @@ def deciding(findings: Sequence[Finding], family: str) -> Finding | None:
     return of_family[0]
 
 
-def _answer(question: _AuditQuestion, adjusted: float, count: int) -> Finding:
-    state, reason = question.claim, question.reason
-    if reason or adjusted > LEVEL:
-        state = "undecided"
+Question = tuple[Finding, "_Test"]  # a claim with its own p-value, before all are taken together
+
+
+def _answer(finding: Finding, test: _Test, adjusted: float, count: int) -> Finding:
     detectable = NAN
-    if question.freedom:
-        needed = stdtrit(question.freedom, 1 - LEVEL / max(count, 1)) + stdtrit(question.freedom, POWER)
-        detectable = float(question.margin + needed * question.error)
-        detectable = detectable if detectable <= 1 else NAN
-    return Finding(
-        question.name,
-        question.family,
-        state,
-        question.loss,
-        question.left,
-        question.margin,
-        NAN if reason else adjusted,
-        detectable,
-        reason,
-        question.averaged,
+    if test.freedom:
+        needed = stdtrit(test.freedom, 1 - LEVEL / max(count, 1)) + stdtrit(test.freedom, POWER)
+        detectable = float(finding.margin + needed * test.error)
+    return finding._replace(
+        state="undecided" if finding.reason or adjusted > LEVEL else finding.state,
+        p_value=NAN if finding.reason else adjusted,
+        detectable=detectable if detectable <= 1 else NAN,
     )
 
 
-def _of_intervention(pairs: PairArrays, name: str) -> _AuditQuestion | None:
+def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
     """Return the question of an intervention; None for a repeat, and where it was not scored."""
     intervention = INTERVENTIONS[name]
     if intervention.repeats is not None:
@@ -166,26 +138,11 @@ def _of_intervention(pairs: PairArrays, name: str) -> _AuditQuestion | None:
     if of_loss.prompts < PROMPTS:
         reason = f"{of_loss.prompts} prompts are too few to tell."
     left = Mean(np.where(np.isnan(pairs.credits), np.nan, mean), scale="share").estimate(pairs.prompts)
-    error, freedom = tests[0].error, tests[0].freedom
-    return _AuditQuestion(
-        name, intervention.family, of_loss, left, MARGIN, claim, p, error, freedom, reason, len(altered)
-    )
+    found = Finding(name, intervention.family, claim, of_loss, left, MARGIN, p, NAN, reason, len(altered))
+    return found, tests[0]
 
 
-def _of_length(pairs: PairArrays) -> _AuditQuestion | None:
-    if not np.nan_to_num(pairs.longer).any():
-        return None  # all are equally long
-    return _contrasted("length", pairs, pairs.longer > 0, pairs.longer < 0)
-
-
-def _of_position(pairs: PairArrays) -> _AuditQuestion:
-    """Return the question whether it prefers the first answer."""
-    chosen, rejected = pairs.sides("branch").T
-    decided = ~np.isnan(pairs.margins)
-    return _contrasted("position", pairs, decided & (chosen < rejected), decided & (chosen > rejected))
-
-
-def _contrasted(name: str, pairs: PairArrays, first: np.ndarray, second: np.ndarray) -> _AuditQuestion:
+def _contrasted(name: str, pairs: PairArrays, first: np.ndarray, second: np.ndarray) -> Question:
     contrast = Contrast(pairs.credits, first, second)
     counts = [len(np.unique(pairs.prompts[side])) for side in (first, second)]
     reason = ""
@@ -197,9 +154,7 @@ def _contrasted(name: str, pairs: PairArrays, first: np.ndarray, second: np.ndar
         reason = f"{min(counts)} prompts on one side are too few to tell."
     test = _test(contrast, pairs.prompts, OBSERVED_MARGIN)
     left = Mean(np.where(second, pairs.credits, np.nan), scale="share").estimate(pairs.prompts)
-    return _AuditQuestion(
-        name, OBSERVED, test.estimate, left, OBSERVED_MARGIN, test.claim, test.p, test.error, test.freedom, reason
-    )
+    return Finding(name, OBSERVED, test.claim, test.estimate, left, OBSERVED_MARGIN, test.p, NAN, reason, 1), test
 
 
 def mean_of(credits: Sequence[np.ndarray]) -> np.ndarray:

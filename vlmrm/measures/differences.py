@@ -64,7 +64,6 @@ def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
     for (i, j), influence, (of, count) in zip(couples, influences, spreads, strict=True):
         centre, error = with_both_signs(influence.value, of)
         ends = np.clip([centre - quantile * error, centre + quantile * error], -1, 1)
-        only_first, only_second = int((right[:, i] > right[:, j]).sum()), int((right[:, j] > right[:, i]).sum())
         detectable = (quantile + stdtrit(of.freedom, POWER)) * error if of.freedom else np.nan
         extreme = int((chance >= abs(centre) / error).sum()) if len(chance) else 0
         tests.append(
@@ -75,8 +74,8 @@ def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
                 first_accuracy=float(right[:, i].mean()),
                 second_accuracy=float(right[:, j].mean()),
                 difference=Estimate(influence.value, *map(float, ends), of.error, len(right), count),
-                only_first=only_first,
-                only_second=only_second,
+                only_first=int((right[:, i] > right[:, j]).sum()),
+                only_second=int((right[:, j] > right[:, i]).sum()),
                 p_value=(1 + extreme) / (1 + len(chance)),
                 detectable=float(detectable) if detectable <= 1 else np.nan,
             )

@@ -39,8 +39,7 @@ def prompt_id(comparison: Comparison) -> str:
 def is_sampled(comparison: Comparison, share: float) -> bool:
     """Return whether a comparison is in the sample of a `share` of all prompts, by the hash of its prompt.
 
-    A prompt is in it with all its comparisons, and a larger share has those of a smaller one. A row with a medium that
-    is no reference is in none.
+    A prompt is in it with all its comparisons, and a larger share has those of a smaller one.
     """
     try:
         return share >= 1 or int(prompt_id(comparison), 16) < share * 2**64
@@ -62,12 +61,14 @@ def traits_of(comparison: Any) -> Traits | None:
     """Return what `donors_of` compares; None for a row without a prompt, or with a medium that is no reference."""
     if not isinstance(comparison, Comparison) or not comparison.prompt:
         return None
+    pieces = (comparison.prompt, *comparison.answers)
     try:
-        pictures = _pictures(comparison)
+        pictures = frozenset(media_key(medium.reference) for messages in pieces for medium in media_of(messages))
     except MediaError:
         return None  # scoring the row reports it
     kinds = tuple(medium.kind for medium in media_of(comparison.prompt))
-    return Traits(kinds, text_of(comparison.prompt), _answers(comparison), pictures, comparison.category)
+    answers = frozenset(text for answer in comparison.answers if (text := text_of(answer)))
+    return Traits(kinds, text_of(comparison.prompt), answers, pictures, comparison.category)
 
 
 def donors_of(
@@ -76,13 +77,11 @@ def donors_of(
     """Draw up to `count` near rows of `dataset` with prompts that are irrelevant to this row's answers.
 
     None shares a picture with the row or with another donor, in prompt or answers. If it has the same question, it
-    shares no answer either: many data sets hold a row and its mirror, the same answers about a picture for which the
-    other one is right. Where every row has the same question and answers, only the pictures differ. Rows of the same
-    category, with as many images and videos in the prompt, come before others. There are fewer where so few rows will
-    do, and none for a row that could not be read.
+    shares no answer either, where there are others: many data sets hold a row and its mirror, the same answers about a
+    picture for which the other one is right. Rows of the same category, with as many images and videos, come first.
 
-    A donor is row `index ^ step`, with steps in an order drawn for the block. In a block of eight, and so in a batch
-    of eight, its prompt and images are computed anyway.
+    A donor is row `index ^ step`, with steps in an order drawn for the block. In a batch of eight, its prompt and
+    images are computed anyway.
 
     Args:
         traits: traits of rows by index, so that these rows are not read again; those of further rows are added.
@@ -100,9 +99,14 @@ def donors_of(
         if candidate not in traits:
             traits[candidate] = traits_of(dataset[candidate]["comparison"])
         donor = traits[candidate]
-        if donor is None or not _irrelevant(donor, row):
+        if donor is None or bool(donor.kinds) != bool(row.kinds):
             continue
-        ranked.append((_differences(donor, row), order, candidate, donor))
+        same_question = donor.question == row.question
+        if (same_question and not row.kinds) or _share_pictures(donor, row):
+            continue
+        mirror = same_question and bool(donor.answers & row.answers)
+        differences = 4 * mirror + 2 * (donor.kinds != row.kinds) + (donor.category != row.category)
+        ranked.append((differences, order, candidate, donor))
         drawn = _drawn(ranked, count)
         if len(drawn) == count and not any(differences for differences, *_ in drawn):
             break
@@ -115,19 +119,6 @@ def _near(index: int) -> Iterator[int]:
         steps = list(range(start, end))
         random.Random(f"{end}:{index // end}").shuffle(steps)
         yield from (index ^ step for step in steps)
-
-
-def _irrelevant(donor: Traits, row: Traits) -> bool:
-    """Return whether the donor's prompt is another one, with media if and only if the row's has some."""
-    if bool(donor.kinds) != bool(row.kinds) or (donor.question == row.question and not row.kinds):
-        return False
-    return not _share_pictures(donor, row)
-
-
-def _differences(donor: Traits, row: Traits) -> int:
-    """Return how unlike the two are; most of all if the donor may be the row's mirror."""
-    mirror = donor.question == row.question and bool(donor.answers & row.answers)
-    return 4 * mirror + 2 * (donor.kinds != row.kinds) + (donor.category != row.category)
 
 
 def _drawn(ranked: list[tuple[int, int, int, Traits]], count: int) -> list[tuple[int, int, int, Traits]]:
@@ -144,20 +135,10 @@ def _drawn(ranked: list[tuple[int, int, int, Traits]], count: int) -> list[tuple
     return drawn
 
 
-def _pictures(comparison: Comparison) -> frozenset[str]:
-    """Return the identities of the media of prompt and answers."""
-    pieces = (comparison.prompt, *comparison.answers)
-    return frozenset(media_key(medium.reference) for messages in pieces for medium in media_of(messages))
-
-
-def _share_pictures(a: Traits, b: Traits) -> bool:
-    return any(_same_picture(first, second) for first in a.pictures for second in b.pictures)
-
-
-def _same_picture(a: str, b: str) -> bool:
-    """Return whether two identities are of the same picture: a file may be a copy of another."""
-    return a == b or (os.path.isfile(a) and os.path.isfile(b) and filecmp.cmp(a, b, shallow=False))
-
-
-def _answers(comparison: Comparison) -> frozenset[str]:
-    return frozenset(text for answer in comparison.answers if (text := text_of(answer)))
+def _share_pictures(one: Traits, other: Traits) -> bool:
+    """Return whether two rows have a picture in common: a file may be a copy of another."""
+    return any(
+        a == b or (os.path.isfile(a) and os.path.isfile(b) and filecmp.cmp(a, b, shallow=False))
+        for a in one.pictures
+        for b in other.pictures
+    )

@@ -10,7 +10,7 @@ leave a range have an interval that cannot either: see `SCALES`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -37,6 +37,11 @@ class Estimate(NamedTuple):
     n: int
     prompts: int
 
+    def in_percent(self, sign: str = "") -> str:
+        """Return it in percent with its interval: 79.1 (75.0-82.6)."""
+        ends = "" if np.isnan(self.low) else f" ({100 * self.low:.1f}-{100 * self.high:.1f})"
+        return f"{100 * self.value:.1f}{sign}{ends}"
+
 
 class Interval(NamedTuple):
     """The ends of a 95 % interval."""
@@ -58,33 +63,28 @@ class Influence(NamedTuple):
 class Figure:
     """A figure of N rows, with the scale on which its interval is made."""
 
+    scale: Scale = field(default="plain", init=False)
+
     def influence(self) -> Influence:
         """Return its value and the influence of each row."""
         raise NotImplementedError
 
-    @property
-    def on(self) -> Scale:
-        return "plain"
-
     def estimate(self, prompts: np.ndarray) -> Estimate:
         """Return the figure with its interval; prompts[N] numbers the prompt of each row from 0 on."""
-        return estimate(self.influence(), prompts, self.on)
+        influence = self.influence()
+        return with_ends(influence, *spread(influence, prompts), self.scale)
 
 
 @dataclass(frozen=True)
 class Mean(Figure):
     """The mean of values[N], weighted by weights[N]; rows where either is NaN do not count.
 
-    `scale` is "share" for values from 0 to 1, "difference" for values from -1 to 1, "positive" for values above 0.
+    Its scale is "share" for values from 0 to 1, "difference" for those from -1 to 1, "positive" for those above 0.
     """
 
     values: np.ndarray
     weights: np.ndarray | None = None
-    scale: Scale = "plain"
-
-    @property
-    def on(self) -> Scale:
-        return self.scale
+    scale: Scale = field(default="plain", kw_only=True)
 
     def influence(self) -> Influence:
         weights = np.ones(len(self.values)) if self.weights is None else np.asarray(self.weights, dtype=np.float64)
@@ -106,10 +106,7 @@ class Contrast(Figure):
     values: np.ndarray
     first: np.ndarray
     second: np.ndarray
-
-    @property
-    def on(self) -> Scale:
-        return "difference"
+    scale = "difference"
 
     def influence(self) -> Influence:
         a, b = (Mean(np.where(rows, self.values, np.nan)).influence() for rows in (self.first, self.second))
@@ -122,10 +119,7 @@ class Correlation(Figure):
 
     x: np.ndarray
     y: np.ndarray
-
-    @property
-    def on(self) -> Scale:
-        return "correlation"
+    scale = "correlation"
 
     def influence(self) -> Influence:
         """Return it; a row moves it by its own ranks, and by what it adds to the ranks of the others."""
@@ -152,10 +146,7 @@ class Concordance(Figure):
 
     x: np.ndarray
     y: np.ndarray
-
-    @property
-    def on(self) -> Scale:
-        return "correlation"
+    scale = "correlation"
 
     def influence(self) -> Influence:
         n = len(self.x)
@@ -182,8 +173,8 @@ class AtRows(Figure):
     count: int
 
     @property
-    def on(self) -> Scale:
-        return self.figure.on
+    def scale(self) -> Scale:
+        return self.figure.scale
 
     def influence(self) -> Influence:
         inner = self.figure.influence()
@@ -216,11 +207,6 @@ def spread(influence: Influence, prompts: np.ndarray) -> tuple[Spread, int]:
     else:
         effective = 1 / float((shares**2).sum())
     return Spread(error, count - 1, max(effective, 1.0)), count
-
-
-def estimate(influence: Influence, prompts: np.ndarray, scale: Scale) -> Estimate:
-    """Return the figure with the interval of its scale, NaN without two prompts that have a row that counts."""
-    return with_ends(influence, *spread(influence, prompts), scale)
 
 
 def with_ends(influence: Influence, of: Spread, count: int, scale: Scale) -> Estimate:

@@ -10,24 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any, Literal, TypeAlias
 
-from vlmrm.conversation import (
-    Comparison,
-    Image,
-    Medium,
-    Message,
-    Messages,
-    Text,
-    Video,
-    media_of,
-    text_of,
-)
+from vlmrm.conversation import Comparison, Image, Medium, Message, Messages, Text, Video, media_of, text_of
 from vlmrm.errors import ConfigError, RowError
-from vlmrm.measures import pictures, rewrites
-from vlmrm.measures.rewrites import Rewrite
+from vlmrm.measures import changes
+from vlmrm.measures.changes import Rewrite
 from vlmrm.plugins import load_plugins
 from vlmrm.settings import did_you_mean
 
@@ -55,30 +45,21 @@ REMOVING: tuple[Family, ...] = ("image", "question", "prompt", "frames")
 class Intervention:
     """A change of a comparison, and how the metrics and the report call it.
 
-    Attributes:
-        change: a function of the comparison and its donors.
-        view: what the model saw, in the report.
-        condition: completes "accuracy ...".
-        attack: the margin that counts is that of the chosen answer as it is over the rejected one changed:
-            decorating the rejected answer should not make it win.
-        repeats: the intervention of which this is another donor or neutral picture; their credits are averaged.
-        decides: whether it speaks for its family: something that the model knows takes the place of what is gone.
-        sampled: scored on a sample of the comparisons alone.
-        standard: scored unless the key `interventions` names others.
-        loss: the metric of the accuracy that is lost under it; by default made from the name.
+    Of an `attack` the margin that counts is that of the chosen answer as it is over the rejected one changed:
+    decorating the rejected answer should not make it win.
     """
 
     name: str
-    change: Change
+    change: Change  # a function of the comparison and its donors
     family: Family
-    view: str
-    condition: str
+    view: str  # what the model saw, in the report
+    condition: str  # completes "accuracy ..."
     attack: bool = False
-    repeats: str | None = None
-    decides: bool = False
-    sampled: bool = True
-    standard: bool = False
-    loss: str = field(default="")
+    repeats: str | None = None  # that of which this is another donor or neutral picture; their credits are averaged
+    decides: bool = False  # it speaks for its family: something that the model knows takes the place of what is gone
+    sampled: bool = True  # scored on a sample of the comparisons alone
+    standard: bool = False  # scored unless the key `interventions` names others
+    loss: str = ""  # the metric of the accuracy that is lost under it; by default made from the name
 
     def __post_init__(self):
         if not self.loss:
@@ -155,7 +136,7 @@ def question_of(comparison: Comparison) -> str:
 
 def matched_lengths(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
     """Lengthen the shorter answers up to the longest by sentences that say nothing."""
-    return restyled(comparison, rewrites.of_length(max(len(text_of(answer)) for answer in comparison.answers)))
+    return restyled(comparison, changes.of_length(max(len(text_of(answer)) for answer in comparison.answers)))
 
 
 def reversed_answers(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
@@ -206,7 +187,7 @@ def painted(paint: Callable[[Any], Any], videos: bool = True) -> Change:
     def change(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
         def painted(medium: Medium) -> Medium:
             if isinstance(medium, Video):
-                return pictures.painted(medium, paint) if videos else medium
+                return changes.painted(medium, paint) if videos else medium
             return Image(paint(medium.reference))
 
         kinds = ("image", "video") if videos else ("image",)
@@ -241,13 +222,8 @@ def _with_media(messages: Messages, change: Callable[[Medium], Medium]) -> Messa
     )
 
 
-def _picture(
-    name: str, paint: Callable[[Any], Any], done: str, *, repeats: str | None = None, **options: Any
-) -> Intervention:
-    change = painted(paint)
-    return Intervention(
-        name, change, "image", f"images {done}", f"with every image {done}", repeats=repeats, **options
-    )
+def _picture(name: str, paint: Callable[[Any], Any], done: str, **options: Any) -> Intervention:
+    return Intervention(name, painted(paint), "image", f"images {done}", f"with every image {done}", **options)
 
 
 def _quality(name: str, paint: Callable[[Any], Any], done: str) -> Intervention:
@@ -265,75 +241,59 @@ def rewriting(rewrite: Rewrite) -> Change:
     return lambda comparison, donors=(): restyled(comparison, rewrite)
 
 
+def _removing(family: Family, name: str, change: Change, view: str, condition: str, **options: Any) -> Intervention:
+    return Intervention(name, change, family, view, condition, standard=True, **options)
+
+
 # Declared here and nowhere else; the guide has the table of them.
 _DECLARED = (
-    _picture("blank_image", pictures.grey, "painted grey", standard=True, loss="image_reliance"),
-    _picture("noise_image", pictures.noise, "replaced by noise", repeats="blank_image", standard=True),
-    Intervention(
-        "swapped_image",
-        swapped_image,
-        "image",
-        "another row's image",
-        "with the images of another row",
-        decides=True,
-        standard=True,
+    _picture("blank_image", changes.grey, "painted grey", standard=True, loss="image_reliance"),
+    _picture("noise_image", changes.noise, "replaced by noise", repeats="blank_image", standard=True),
+    _removing(
+        "image", "swapped_image", swapped_image, "another row's image", "with the images of another row", decides=True
     ),
-    Intervention(
+    _removing(
+        "image",
         "swapped_image_again",
         lambda comparison, donors=(): swapped_image(comparison, donors, 1),
-        "image",
         "a third row's image",
         "with the images of a third row",
         repeats="swapped_image",
-        standard=True,
     ),
-    Intervention(
+    _removing(
+        "question",
         "swapped_question",
         swapped_question,
-        "question",
         "another row's question",
         "with the question of another row about its own images",
         decides=True,
-        standard=True,
     ),
-    Intervention(
-        "no_question", no_question, "question", "images without a question", "without the question", standard=True
-    ),
-    Intervention(
+    _removing("question", "no_question", no_question, "images without a question", "without the question"),
+    _removing(
+        "prompt",
         "swapped_prompt",
         swapped_prompt,
-        "prompt",
         "another question and image",
         "under the prompt of another row",
         decides=True,
-        standard=True,
     ),
-    Intervention(
-        "response_only",
-        response_only,
-        "prompt",
-        "no prompt at all",
-        "of the answers alone",
-        sampled=False,
-        standard=True,
-    ),
-    Intervention(
-        "shuffled_frames",
-        reframed(pictures.shuffled),
+    _removing("prompt", "response_only", response_only, "no prompt at all", "of the answers alone", sampled=False),
+    _removing(
         "frames",
+        "shuffled_frames",
+        reframed(changes.shuffled),
         "frames shuffled",
         "with the frames of videos shuffled",
         decides=True,
-        standard=True,
     ),
-    _quality("compressed_image", pictures.compressed, "compressed as a JPEG of low quality"),
-    _quality("cropped_image", pictures.cropped, "cropped by 7 %"),
-    _quality("smaller_image", pictures.smaller, "reduced to half of the pixels"),
-    _style("padded_answers", rewriting(rewrites.padded), "padded with empty sentences", attack=True, standard=True),
+    _quality("compressed_image", changes.compressed, "compressed as a JPEG of low quality"),
+    _quality("cropped_image", changes.cropped, "cropped by 7 %"),
+    _quality("smaller_image", changes.smaller, "reduced to half of the pixels"),
+    _style("padded_answers", rewriting(changes.padded), "padded with empty sentences", attack=True, standard=True),
     _style("matched_lengths", matched_lengths, "padded to one length"),
-    _style("added_markdown", rewriting(rewrites.with_markdown), "set in markdown", attack=True, standard=True),
-    _style("stripped_markdown", rewriting(rewrites.without_markdown), "without markdown"),
-    _style("agreeing_answers", rewriting(rewrites.agreeing), "flattering the user", attack=True, standard=True),
+    _style("added_markdown", rewriting(changes.with_markdown), "set in markdown", attack=True, standard=True),
+    _style("stripped_markdown", rewriting(changes.without_markdown), "without markdown"),
+    _style("agreeing_answers", rewriting(changes.agreeing), "flattering the user", attack=True, standard=True),
     Intervention(
         "reversed_answers",
         reversed_answers,
@@ -392,7 +352,7 @@ def alterations(
     Args:
         sampled: whether the comparison is in the sample of those that run on one alone.
         together: whether the scorer sees all answers at once, so that their order may matter to it.
-        frames: how video files are sampled, unless they say it themselves: frames per second, and at most so many.
+        frames: how video files are sampled: frames per second, and at most so many.
     """
     sampling = _with_sampling(comparison, *frames)
     for intervention in interventions:
@@ -415,8 +375,7 @@ def _with_sampling(comparison: Comparison, fps: float | None, max_frames: int | 
             return medium
         options = medium.options
         return replace(
-            medium,
-            options=replace(options, fps=options.fps or fps, max_frames=options.max_frames or max_frames),
+            medium, options=replace(options, fps=options.fps or fps, max_frames=options.max_frames or max_frames)
         )
 
     return _with_all_media(comparison, with_options, ("video",)) or comparison

@@ -17,19 +17,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from vlmrm.errors import ConfigError
-from vlmrm.measures.intervals import (
-    Concordance,
-    Contrast,
-    Correlation,
-    Estimate,
-    Figure,
-    Mean,
-    detectable,
-)
+from vlmrm.measures.intervals import Concordance, Contrast, Correlation, Estimate, Figure, Mean, detectable
 from vlmrm.measures.interventions import FOLLOWERS, INTERVENTIONS, Intervention
-from vlmrm.measures.pair_arrays import PairArrays
-from vlmrm.measures.pairs import credits_of
+from vlmrm.measures.pairs import PairArrays, credits_of
 from vlmrm.measures.statistics import (
+    AtEqualStyle,
     BestOfN,
     CalibrationError,
     ReliabilityBin,
@@ -39,7 +31,6 @@ from vlmrm.measures.statistics import (
     spearman_within,
     squared_errors,
 )
-from vlmrm.measures.style import AtEqualStyle
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -60,31 +51,18 @@ class Distribution(NamedTuple):
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of scored pairs: how it is computed, what it means, and where it is shown.
-
-    `compute` returns a `Figure` of the pairs, of which follow an `Estimate` with its interval, and what each prompt
-    adds. Where `kind` is another type, it returns what is shown.
-
-    Attributes:
-        meaning: a definition, for docs/evaluation.md.
-        better: whether higher or lower is better; None where neither is, and no checkpoint is chosen by it.
-        needs: the column of the scored pairs without which it is NaN.
-        column: whether it is a column of the table of a sweep (CSV).
-        label: its name in the report: the head of a column, or the subject of a sentence.
-        percent: whether the report writes it as a percentage.
-        logged: TRL's name for it, under which the trainer logs it as eval_NAME.
-    """
+    """A figure of scored pairs: how it is computed, what it means, and where it is shown."""
 
     name: str
-    meaning: str
-    compute: Callable[[PairArrays], Any]
+    meaning: str  # a definition, for docs/evaluation.md
+    compute: Callable[[PairArrays], Any]  # returns a `Figure`, or where `kind` is another type what is shown
     kind: Any = Estimate
-    better: Literal["higher", "lower"] | None = None
-    needs: str | None = None
-    column: bool = False
-    label: str = ""
-    percent: bool = False
-    logged: str = ""
+    better: Literal["higher", "lower"] | None = None  # None where no checkpoint can be chosen by it
+    needs: str | None = None  # the column of the scored pairs without which it is NaN
+    column: bool = False  # whether it is a column of the table of a sweep (CSV)
+    label: str = ""  # its name in the report: the head of a column, or the subject of a sentence
+    percent: bool = False  # whether the report writes it as a percentage
+    logged: str = ""  # TRL's name for it, under which the trainer logs it as eval_NAME
 
     def point(self, pairs: PairArrays) -> float:
         """Return the figure of the pairs alone, without its interval."""
@@ -99,8 +77,7 @@ class Metric:
 
 def distribution(values: np.ndarray) -> Distribution:
     """Return the distribution of values[N]."""
-    if not len(values):
-        values = np.array([np.nan])
+    values = values if len(values) else np.array([np.nan])
     parts = (values.mean(), values.std(), values.min(), values.max(), *np.quantile(values, QUANTILES))
     return Distribution(*map(float, parts))
 
@@ -134,19 +111,15 @@ def _degradations() -> Iterator[Metric]:
         yield Metric(
             f"{name}_degradation",
             f"shortcut-failure degradation: accuracy where the model is right {shortcut}, less that where it is wrong",
-            lambda p, name=name: _between(p.credits, credits_of(p.altered_margins(name))),
+            lambda p, name=name: Contrast(p.credits, (left := credits_of(p.altered_margins(name))) == 1, left == 0),
             better="lower",
             needs=f"{name}_chosen",
         )
 
 
-def _between(credits: np.ndarray, of_shortcut: np.ndarray) -> Contrast:
-    return Contrast(credits, of_shortcut == 1, of_shortcut == 0)
-
-
 def share_of(values: np.ndarray, weights: np.ndarray | None = None) -> Mean:
     """Return the mean of values [N] from 0 to 1, with an interval that stays between them."""
-    return Mean(values, weights, "share")
+    return Mean(values, weights, scale="share")
 
 
 # In the order in which the table, the details and the guide have them.
@@ -265,27 +238,15 @@ _DECLARED = (
         "tied_margin",
         "mean absolute margin of pairs that people tied",
         lambda p: Mean(
-            np.where(np.isnan(p.margins), np.abs(np.diff(p.sides("score"))[:, 0]), np.nan), None, "positive"
+            np.where(np.isnan(p.margins), np.abs(np.diff(p.sides("score"))[:, 0]), np.nan), scale="positive"
         ),
         better="lower",
     ),
     Metric(
-        "brier",
-        "mean `(1 - σ(margin))²`",
-        lambda p: Mean(squared_errors(p.margins), scale="positive"),
-        better="lower",
+        "brier", "mean `(1 - σ(margin))²`", lambda p: Mean(squared_errors(p.margins), scale="positive"), better="lower"
     ),
-    Metric(
-        "ece",
-        "expected calibration error of `σ(margin)`",
-        lambda p: CalibrationError(p.margins),
-        better="lower",
-    ),
-    Metric(
-        "temperature",
-        "the T for which `σ(margin / T)` is likeliest",
-        lambda p: Temperature(p.margins),
-    ),
+    Metric("ece", "expected calibration error of `σ(margin)`", lambda p: CalibrationError(p.margins), better="lower"),
+    Metric("temperature", "the T for which `σ(margin / T)` is likeliest", lambda p: Temperature(p.margins)),
     Metric(
         "length_baseline_accuracy",
         "how often the longer answer is the chosen one, equal lengths as half",
@@ -422,5 +383,4 @@ FOLLOWERS.append(lambda intervention: register(_altered(intervention), _loss(int
 
 
 def _positive(values: np.ndarray) -> np.ndarray:
-    """Return `values` with NaN for what is not above zero."""
     return np.where(values > 0, values, np.nan)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +19,9 @@ from vlmrm.conversation import Comparison, Messages, media_of, text_of
 from vlmrm.data.media import image_size, local_path
 from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.measures.donors import prompt_id
+from vlmrm.measures.intervals import AtRows, Figure, Mean, numbered
 from vlmrm.measures.interventions import INTERVENTIONS
-from vlmrm.measures.style import markup
+from vlmrm.measures.statistics import BestOfN, ReliabilityBin, best_of_n, markup, reliability
 
 SIDES = ("chosen", "rejected")
 COLUMNS = (
@@ -28,15 +29,15 @@ COLUMNS = (
     *(f"{side}_{name}" for side in SIDES for name in ("branch", "rating", "score")),
 )
 TEXT = 2000  # characters kept of a text, for the report
+LIST = 3  # candidates from which on a comparison is a ranked list
 EPISODE = "chosen_episode"  # a column of pairs of episodes, which may all have one prompt: the task
 
 
 @dataclass
 class ScoredComparisons:
-    """Comparisons with the score of each branch, and the errors of the rows that could not be scored.
+    """Comparisons with the score of each branch; `dropped` are the rows that could not be scored.
 
-    `altered[i]` has, by name of the intervention, the scores of the branches of comparison i as it was changed.
-    `failed[i]` and `verdicts[i]` are those of `ScoredRow`, of scorers that have any.
+    `altered`, `failed` and `verdicts` are by comparison what `ScoredRow` has.
     """
 
     comparisons: Sequence[Comparison] = ()
@@ -70,11 +71,7 @@ def scored_pairs(comparisons: Sequence[Comparison], scores: Sequence[Sequence[fl
 
 @dataclass(frozen=True)
 class PairTable:
-    """The pairs of comparisons before they are scored.
-
-    `frame` has all columns of `scored_frame` that are not of a model; `chosen` and `rejected` [N] are the numbers of a
-    pair's branches among those of all comparisons.
-    """
+    """The pairs of comparisons before they are scored, with the numbers [N] of their branches among all."""
 
     frame: pd.DataFrame
     chosen: np.ndarray
@@ -97,8 +94,7 @@ def pair_table(comparisons: Iterable[Comparison], group_by: Sequence[str] = ()) 
             rows.append({**shared, **row})
             branches.append((count + row["chosen_branch"], count + row["rejected_branch"]))
         count += len(answers)
-    if absent:
-        raise unknown_column(min(absent, key=list(group_by).index))
+    _refuse_unknown([name for name in group_by if name in absent])
     frame = pd.DataFrame(rows)
     for name in ("margin_label", "agreement"):
         if name in frame:
@@ -149,21 +145,23 @@ def check_columns(comparisons: Iterable[Comparison], group_by: Sequence[str]) ->
         absent = [name for name in absent if name not in comparison.columns]
         if not absent:
             return
+    _refuse_unknown(absent)
+
+
+def _refuse_unknown(absent: Sequence[str]) -> None:
     if absent:
-        raise unknown_column(absent[0])
-
-
-def unknown_column(name: str) -> ConfigError:
-    return ConfigError(
-        f"group_by names {name}, which no row of the evaluation data has as a further column (category has figures "
-        "anyway): check its name."
-    )
+        raise ConfigError(
+            f"group_by names {absent[0]}, which no row of the evaluation data has as a further column (category has "
+            "figures anyway): check its name."
+        )
 
 
 def _pairs_of(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    episode = comparison.columns.get(EPISODE)
     shared = {
         "comparison_id": comparison.id,
-        "prompt_id": _unit(comparison),
+        # What rows may share and others do not: the prompt, or of pairs of episodes the better one.
+        "prompt_id": prompt_id(comparison) if episode is None else "/".join(Path(str(episode)).parts[-2:]),
         "category": comparison.category,
         "weight": comparison.judgement.weight,
     }
@@ -173,12 +171,6 @@ def _pairs_of(comparison: Comparison) -> Iterator[dict[str, Any]]:
         for side, i in zip(SIDES, (chosen, rejected), strict=True):
             row |= {f"{side}_branch": i, f"{side}_rating": ratings[i]}
         yield row
-
-
-def _unit(comparison: Comparison) -> str:
-    """Return the name of what rows may share and others do not: the prompt, or of pairs of episodes the better one."""
-    episode = comparison.columns.get(EPISODE)
-    return prompt_id(comparison) if episode is None else "/".join(Path(str(episode)).parts[-2:])
 
 
 def _of_comparison(comparison: Comparison, group_by: Sequence[str]) -> dict[str, Any]:
@@ -217,12 +209,7 @@ def _local_paths(references: Sequence[Any]) -> list[str]:
 
 
 def _pixels(reference: Any) -> int:
-    return _pixels_of_file(reference) if isinstance(reference, str) and Path(reference).exists() else _area(reference)
-
-
-@cache
-def _pixels_of_file(path: str) -> int:
-    return _area(path)
+    return _cached_area(reference) if isinstance(reference, str) and Path(reference).exists() else _area(reference)
 
 
 def _area(reference: Any) -> int:
@@ -231,6 +218,9 @@ def _area(reference: Any) -> int:
     except RowError:  # a video
         return 0
     return width * height
+
+
+_cached_area = cache(_area)
 
 
 def read_pairs(file: Path) -> pd.DataFrame:
@@ -249,9 +239,8 @@ def check_pairs(frame: pd.DataFrame) -> None:
     if frame.empty:
         raise DataError("there are no scored pairs: check the evaluation data")
     names = [name for name in ("model", "checkpoint") if name in frame]
-    sources = frame[names].drop_duplicates() if names else ()
-    if len(sources) > 1:
-        raise DataError(f"the scored pairs are of {len(sources)} checkpoints: take the rows of one")
+    if names and (count := len(frame[names].drop_duplicates())) > 1:
+        raise DataError(f"the scored pairs are of {count} checkpoints: take the rows of one")
     bad = not_finite(frame)
     if bad.any():
         first = frame["comparison_id"].to_numpy()[bad][0]
@@ -289,19 +278,150 @@ def pair_index(frame: pd.DataFrame) -> pd.MultiIndex:
 
 def comparison_numbers(frame: pd.DataFrame) -> np.ndarray:
     """Return the number of each row's comparison, in order of appearance: [N]."""
-    index = pair_index(frame).droplevel(["pair", "chosen_branch"])
-    return pd.factorize(index)[0]
+    return pd.factorize(pair_index(frame).droplevel(["pair", "chosen_branch"]))[0]
 
 
 def candidates_of(frame: pd.DataFrame) -> Candidates:
     """Return the branches behind the pairs of `frame`."""
     numbers = comparison_numbers(frame)
-    sides = [
-        pd.DataFrame(
-            {"group": numbers} | {name: frame[f"{side}_{name}"].to_numpy() for name in ("branch", "score", "rating")}
-        )
-        for side in ("chosen", "rejected")
-    ]
+    names = ("branch", "score", "rating")
+    columns = [{name: frame[f"{side}_{name}"].to_numpy() for name in names} for side in SIDES]
+    sides = [pd.DataFrame({"group": numbers, **of_side}) for of_side in columns]
     table = pd.concat(sides).drop_duplicates(["group", "branch"])
     columns = (table[name].to_numpy(np.float64) for name in ("score", "rating"))
     return Candidates(*columns, table["group"].to_numpy())
+
+
+class PairArrays:
+    """The columns of scored pairs that metrics read, as arrays over the N rows of `frame` (see `scored_frame`)."""
+
+    def __init__(self, frame: pd.DataFrame):
+        self.frame = frame
+
+    @cached_property
+    def margins(self) -> np.ndarray:
+        """Return the score of the chosen minus that of the rejected, NaN where people tied: [N]."""
+        return margins_of(self.frame)
+
+    @cached_property
+    def decided(self) -> np.ndarray:
+        """Return the margins of the pairs that people did not tie."""
+        return self.margins[~np.isnan(self.margins)]
+
+    @cached_property
+    def right(self) -> np.ndarray:
+        """Return 1 for a margin above zero, else 0, NaN where people tied: [N]."""
+        return np.where(np.isnan(self.margins), np.nan, self.margins > 0)
+
+    @cached_property
+    def credits(self) -> np.ndarray:
+        """Return `right`, with a half for equal scores: [N]."""
+        return credits_of(self.margins)
+
+    @cached_property
+    def groups_right(self) -> np.ndarray:
+        """Return whether all pairs of a comparison are right, at its first decided pair; NaN elsewhere: [N]."""
+        decided = np.flatnonzero(~np.isnan(self.margins))
+        numbers = comparison_numbers(self.frame)[decided]
+        _, first = np.unique(numbers, return_index=True)
+        right = np.full(len(self.frame), np.nan)
+        right[decided[first]] = groupwise_right(self.margins[decided], numbers)
+        return right
+
+    @cached_property
+    def candidates(self) -> Candidates:
+        return candidates_of(self.frame)
+
+    @cached_property
+    def reliability(self) -> list[ReliabilityBin]:
+        return reliability(self.decided)
+
+    @cached_property
+    def prompts(self) -> np.ndarray:
+        """Return the number of each row's prompt: [N]."""
+        return numbered(self.frame["prompt_id"].to_numpy())
+
+    @cached_property
+    def first_rows(self) -> np.ndarray:
+        """Return the first row of each comparison, in the order of the candidates' groups."""
+        return np.unique(comparison_numbers(self.frame), return_index=True)[1]
+
+    def of_lists(self, values: np.ndarray) -> Mean:
+        """Return the mean of a value for each comparison, NaN for some, at its first row."""
+        at_rows = np.full(len(self.frame), np.nan)
+        at_rows[self.first_rows] = values
+        return Mean(at_rows)
+
+    def of_candidates(self, figure: Figure) -> AtRows:
+        """Return a figure of all candidates, each at the first row of its comparison."""
+        return AtRows(figure, self.first_rows[self.candidates.groups], len(self.frame))
+
+    @cached_property
+    def best_of_n(self) -> list[BestOfN]:
+        """Return the curve over the comparisons of `LIST` candidates and more."""
+        curves = best_of_n(*self.candidates)
+        curves[np.bincount(self.candidates.groups, minlength=1)[: len(curves)] < LIST] = np.nan
+        rows = []
+        for n in range(1, curves.shape[2] + 1):
+            long_enough = int((~np.isnan(curves[:, 0, n - 1])).sum())
+            if long_enough:
+                kinds = (self.of_lists(curves[:, kind, n - 1]).estimate(self.prompts) for kind in range(3))
+                rows.append(BestOfN(n, long_enough, *kinds))
+        return rows
+
+    @cached_property
+    def longer(self) -> np.ndarray:
+        """Return by how many characters the chosen answer is longer, NaN where neither has a text: [N]."""
+        lengths = self.sides("length")
+        longer = np.where(lengths.max(axis=1) > 0, lengths[:, 0] - lengths[:, 1], np.nan)
+        longer[np.isnan(self.margins)] = np.nan
+        return longer
+
+    @cached_property
+    def style(self) -> np.ndarray:
+        """Return how much longer the chosen answer is, and how much more markup it has, each of both answers' sum."""
+        lengths, marks = self.sides("length"), np.nan_to_num(self.sides("markup"))
+        longer = np.where(lengths.sum(axis=1) > 0, self.longer / np.maximum(lengths.sum(axis=1), 1), np.nan)
+        return np.stack([longer, (marks[:, 0] - marks[:, 1]) / (marks.sum(axis=1) + 1)], axis=1)
+
+    @cached_property
+    def scores(self) -> np.ndarray:
+        """Return both scores, NaN where people tied: [N, 2]."""
+        return np.where(np.isnan(self.margins)[:, None], np.nan, self.sides("score"))
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a column of numbers [N]; an absent one is all NaN, as where a row has no value."""
+        return self.frame[name].to_numpy(np.float64) if name in self.frame else np.full(len(self.frame), np.nan)
+
+    def sides(self, name: str) -> np.ndarray:
+        """Return a column of the chosen and that of the rejected: [N, 2]."""
+        return np.stack([self.column(f"chosen_{name}"), self.column(f"rejected_{name}")], axis=1)
+
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """Return what a judge gave the chosen answer where it was shown first, and second; NaN for ties: [N, 2]."""
+        positions = np.stack([self.column("credit_first"), self.column("credit_second")], axis=1)
+        return np.where(np.isnan(self.margins)[:, None], np.nan, positions)
+
+    def altered_margins(self, name: str) -> np.ndarray:
+        """Return the margins under an intervention, NaN where people tied or it was not scored: [N].
+
+        Of an attack it is the margin of the chosen answer as it is over the rejected one changed.
+        """
+        chosen, rejected = (self.column(f"{name}_{side}") for side in ("chosen", "rejected"))
+        bad = (np.isnan(chosen) != np.isnan(rejected)) | np.isinf(chosen) | np.isinf(rejected)
+        if bad.any():
+            first = self.frame["comparison_id"].to_numpy()[bad][0]
+            raise DataError(
+                f"{bad.sum()} scored pairs have a {name} score that is no finite number, the first in comparison "
+                f"{first}: the checkpoint is broken or its dtype too narrow"
+            )
+        if name in INTERVENTIONS and INTERVENTIONS[name].attack:
+            chosen = np.where(np.isnan(rejected), np.nan, self.column("chosen_score"))
+        return np.where(self.frame["tie"].to_numpy(bool), np.nan, chosen - rejected)
+
+
+def groupwise_right(margins: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """Return for each group, in ascending order of groups[N], whether all its margins are above zero."""
+    _, codes = np.unique(groups, return_inverse=True)
+    return np.bincount(codes, weights=margins <= 0) == 0

@@ -24,6 +24,7 @@ from matplotlib.font_manager import get_font_names
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from vlmrm.files import atomic_write, write_file
+from vlmrm.measures.intervals import Estimate
 
 BINS = 48
 LINES = 3  # of the name of a row
@@ -80,10 +81,7 @@ def canvas(height: float = 3.1) -> tuple[Figure, Axes]:
 
 @contextmanager
 def drawing() -> Generator[None]:
-    """Apply the style to all figures drawn and saved inside.
-
-    Characters that no font here has are boxes in the PNG; in the page they are text, which the browser draws.
-    """
+    """Apply the style to all figures drawn and saved inside; characters without a font are boxes in the PNG."""
     fonts = [*RC["font.family"], *(name for name in OTHER_SCRIPTS if name in get_font_names())]
     with mpl.rc_context({**RC, "font.family": fonts}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Glyph \d+ .* missing from font")
@@ -96,8 +94,7 @@ def save(figure: Figure, folder: Path, name: str) -> str:
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
         save_png(figure, folder / f"{name}.png")
-    svg = buffer.getvalue()
-    write_file(folder / f"{name}.svg", svg)
+    write_file(folder / f"{name}.svg", svg := buffer.getvalue())
     return _inline(svg, name)
 
 
@@ -124,21 +121,12 @@ def _inline(svg: str, name: str) -> str:
     return re.sub(r'(<svg[^>]*?) width="[^"]*"| height="[^"]*pt"', r"\1", svg, count=2)
 
 
-class Share(NamedTuple):
-    """A share of pairs with its 95 % interval and the number of pairs it is of."""
-
-    value: float
-    low: float
-    high: float
-    n: int
-
-
 class Curve(NamedTuple):
     """One model's accuracy at each of its checkpoints, in order of step."""
 
     label: str
     steps: Sequence[float]
-    accuracies: Sequence[Share]
+    accuracies: Sequence[Estimate]
 
 
 def accuracy_by_step(curves: Sequence[Curve], best: tuple[float, float] | None) -> Figure:
@@ -147,7 +135,7 @@ def accuracy_by_step(curves: Sequence[Curve], best: tuple[float, float] | None) 
     dashes = ["-", "--", ":", "-."]
     for number, (label, steps, accuracies) in enumerate(curves):
         colour = SERIES[number % len(SERIES)]
-        values, lows, highs, _ = zip(*accuracies, strict=True)
+        values, lows, highs, *_ = zip(*accuracies, strict=True)
         axes.fill_between(steps, lows, highs, color=colour, alpha=0.16, linewidth=0)
         axes.plot(
             steps, values, dashes[number // len(SERIES) % 4], color=colour, marker="o", ms=4, label=_short(label, 56)
@@ -229,16 +217,13 @@ def reliability(bins: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def intervals(estimates: Mapping[str, Share], overall: float | None = None) -> Figure:
-    """Draw a dot with its interval for each name, from the top; a dashed line at `overall`, a solid one at chance.
-
-    An interval that is not known, NaN, is left out.
-    """
+def intervals(estimates: Mapping[str, Estimate], overall: float | None = None) -> Figure:
+    """Draw a dot with its interval for each name, from the top; a dashed line at `overall`, a solid one at chance."""
     names = _labels([f"{name}, n\u00a0=\u00a0{share.n:,}" for name, share in estimates.items()])
     heights = np.array([0.15 + 0.17 * len(name.splitlines()) for name in names])  # of each row, in inches
     figure, axes = canvas(height=0.95 + float(heights.sum()))
     rows = np.cumsum(heights) - heights / 2
-    values, lows, highs, _ = map(np.array, zip(*estimates.values(), strict=True))
+    values, lows, highs, *_ = map(np.array, zip(*estimates.values(), strict=True))
     axes.hlines(rows, lows, highs, color=CHOSEN, linewidth=2)
     axes.plot(values, rows, "o", color=CHOSEN, ms=6)
     axes.axvline(0.5, color=MUTED, linewidth=1.2)
@@ -246,16 +231,16 @@ def intervals(estimates: Mapping[str, Share], overall: float | None = None) -> F
         axes.axvline(overall, color=INK, linestyle="--", linewidth=1)
     axes.set_yticks(rows, names)
     axes.set(ylim=(float(heights.sum()), 0), xlabel="accuracy")
-    _percent_axis(axes, float(np.nanmin([lows, values])), float(np.nanmax([highs, values])))
+    low, high = min(float(np.nanmin([lows, values])), 0.5), max(float(np.nanmax([highs, values])), 0.5)
+    room = max(0.06 * (high - low), 0.02)
+    axes.set_xlim(low - room, high + room)
+    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.grid(axis="y", visible=False)
     return figure
 
 
 def bias(differences: np.ndarray, margins: np.ndarray, label: str) -> Figure:
-    """Draw margins[N] against differences[N] of what should not matter: points, and the mean of each tenth.
-
-    Differences of at most ten values, as of images in a few sizes, have the mean of each instead.
-    """
+    """Draw margins[N] against differences[N] of what should not matter: points, and means of tenths or few values."""
     figure, axes = canvas()
     order = np.argsort(differences, kind="stable")
     values, starts = np.unique(differences[order], return_index=True)
@@ -290,14 +275,6 @@ def best_of_n(curve: Sequence[Mapping[str, Any]]) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
     return figure
-
-
-def _percent_axis(axes: Axes, low: float, high: float) -> None:
-    """Show chance and all intervals as percentages, with room at the edges."""
-    low, high = min(low, 0.5), max(high, 0.5)
-    room = max(0.06 * (high - low), 0.02)
-    axes.set_xlim(low - room, high + room)
-    axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
 def _short(name: str, most: int = 28) -> str:

@@ -1,4 +1,4 @@
-"""Statistics of scores: calibration of margins, rank correlations with ratings, best of N.
+"""Statistics of scores: calibration of margins, style, rank correlations with ratings, best of N.
 
 A margin is calibrated if σ(margin) is the probability that people prefer the chosen answer. The chosen answer is
 preferred in every pair, so its probabilities alone only meet events that happened. Each pair therefore counts in both
@@ -7,6 +7,7 @@ directions: as σ(margin) for an event that happened, and as σ(-margin) for one
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,10 +17,14 @@ from scipy.optimize import root_scalar
 from scipy.special import comb, expit, log_expit
 from scipy.stats import rankdata
 
-from vlmrm.measures.intervals import LEVEL, NAN, Estimate, Figure, Influence, Scale
+from vlmrm.measures.bradley_terry import fit, logistic
+from vlmrm.measures.intervals import LEVEL, NAN, Estimate, Figure, Influence
 
 BINS = 10
 DRAWS, SEED = 1000, 0  # of the interval of the calibration error
+# Headings, items of lists, code blocks and rules at the start of a line; bold text and inline code anywhere.
+MARKUP = re.compile(r"^\s*(?:#{1,6}\s|[-*+]\s|\d+[.)]\s|```|---)|\*\*[^*\n]+\*\*|`[^`\n]+`", re.MULTILINE)
+PRIOR = 0.5  # weight of each slope; the fit begins with half a pair of equal style that is right, and half a wrong one
 
 
 class ReliabilityBin(NamedTuple):
@@ -37,21 +42,13 @@ def log_losses(margins: np.ndarray) -> np.ndarray:
     return -log_expit(margins)
 
 
-def negative_log_likelihood(margins: np.ndarray) -> float:
-    """Return the mean -log σ(margin): the Bradley-Terry loss of the preferences. NaN for no pairs."""
-    return float(np.mean(log_losses(margins))) if len(margins) else float("nan")
-
-
 def squared_errors(margins: np.ndarray) -> np.ndarray:
     """Return (1 - σ(margin))² of each of margins[N], the same in both directions: their mean is the Brier score."""
     return expit(-margins) ** 2
 
 
 def reliability(margins: np.ndarray) -> list[ReliabilityBin]:
-    """Return the frequency of the event in each of `BINS` equally wide bins of its predicted probability.
-
-    A probability on the border of two bins belongs to the upper one.
-    """
+    """Return the frequency of the event in each of `BINS` equally wide bins of its predicted probability."""
     probabilities = np.concatenate([expit(margins), expit(-margins)])
     happened = np.repeat([1.0, 0.0], len(margins))
     edges = np.linspace(0.0, 1.0, BINS + 1)
@@ -64,15 +61,6 @@ def reliability(margins: np.ndarray) -> list[ReliabilityBin]:
         ReliabilityBin(float(edges[i]), float(edges[i + 1]), int(counts[i]), float(means[i]), float(frequencies[i]))
         for i in range(BINS)
     ]
-
-
-def expected_calibration_error(table: list[ReliabilityBin]) -> float:
-    """Return the mean |probability - frequency| of the bins, weighted by their counts. NaN for no pairs."""
-    filled = [row for row in table if row.count]
-    if not filled:
-        return float("nan")
-    total = sum(row.count for row in filled)
-    return sum(row.count * abs(row.probability - row.frequency) for row in filled) / total
 
 
 def fitted_temperature(margins: np.ndarray) -> float:
@@ -104,9 +92,8 @@ def fitted_temperature(margins: np.ndarray) -> float:
 class CalibrationError(Figure):
     """The expected calibration error of margins[N]: mean |probability - frequency| of the bins; NaN does not count.
 
-    What chance adds to each bin makes it too large in small samples. The lower end of its interval is therefore the
-    smallest error under which so large a one is likely: of the same shape over the bins, with draws of what the
-    spread of the prompts adds.
+    Chance makes it too large in small samples. The lower end of its interval is therefore the smallest error, of the
+    same shape over the bins, under which so large a one is likely with what the spread of the prompts adds.
     """
 
     margins: np.ndarray
@@ -155,10 +142,7 @@ class Temperature(Figure):
     """`fitted_temperature` of margins[N]; NaN does not count."""
 
     margins: np.ndarray
-
-    @property
-    def on(self) -> Scale:
-        return "positive"
+    scale = "positive"
 
     def influence(self) -> Influence:
         """Return it; its rows are NaN where it is at an end of its range, and has no interval."""
@@ -191,9 +175,45 @@ def _first(share: Callable[[float], float], least: float) -> float:
     return high
 
 
-# Rank correlations of scores and ratings, and the expected rating of the best-scored of N candidates.
-#
-# Every function takes scores[B], ratings[B] and groups[B] over the candidates of all lists; `groups` numbers them.
+# Style: how much markup a text has, and the accuracy where both answers have the same style -------------------------
+
+
+def markup(text: str) -> int:
+    """Return how many pieces of markdown a text has."""
+    return len(MARKUP.findall(text))
+
+
+@dataclass(frozen=True)
+class AtEqualStyle(Figure):
+    """The accuracy σ(α) where both answers have the same style.
+
+    The probability of being right is σ(α + γ·x) with the differences of style x[N, S] of both answers, fitted to
+    credits[N]: a Bradley-Terry model with covariates, as in the style control of Chatbot Arena (Li et al. 2024).
+    """
+
+    credits: np.ndarray
+    differences: np.ndarray
+    scale = "share"
+
+    def influence(self) -> Influence:
+        counts = ~np.isnan(self.credits) & ~np.isnan(self.differences).any(axis=1)
+        n = int(counts.sum())
+        rows, shares = np.zeros(len(counts)), counts / max(n, 1)
+        if not n:
+            return Influence(NAN, rows, shares, 0)
+        x, y = self.differences[counts], self.credits[counts]
+        x = x / np.where(x.std(axis=0) > 0, np.sqrt((x**2).mean(axis=0)), 1.0)
+        z = np.column_stack([np.ones(n), x])
+        begun = np.vstack([z, np.eye(1, z.shape[1])]), np.append(y, 0.5)
+        fitted, curvature = fit(*begun, np.array([0.0, *np.full(x.shape[1], PRIOR)]))
+        value = float(logistic(fitted[0]))
+        moved = value * (1 - value) * (z * (y - logistic(z @ fitted))[:, None]) @ np.linalg.inv(curvature)[0]
+        rows[counts] = moved - moved.mean()
+        return Influence(value, rows, shares, n)
+
+
+# Rank correlations of scores and ratings, and the expected rating of the best-scored of N candidates: of scores[B],
+# ratings[B] and groups[B] over the candidates of all lists, which `groups` numbers.
 
 
 class BestOfN(NamedTuple):
@@ -231,8 +251,7 @@ def spearman_within(scores: np.ndarray, ratings: np.ndarray, groups: np.ndarray)
 def best_of_n(scores: np.ndarray, ratings: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """Return each list's curve for n from 1 to the longest list, exact over all ways to draw n without replacement.
 
-    It is [G, 3, K], for the model, the oracle and a random pick; NaN beyond a list's length, and for one candidate. Of
-    candidates that tie for the best score, any is as likely to be taken.
+    It is [G, 3, K], for the model, the oracle and a random pick; NaN beyond a list's length, and for one candidate.
     """
     sizes = np.bincount(groups) if len(groups) else np.zeros(0, dtype=int)
     curves = np.full((len(sizes), 3, int(sizes.max(initial=0))), np.nan)
@@ -265,16 +284,12 @@ def _expected(scores: np.ndarray, ratings: np.ndarray) -> np.ndarray:
     chance = comb(below, n - 1) / comb(size, n)
     order = np.argsort(scores, axis=1, kind="stable")
     ranked, ratings = np.take_along_axis(scores, order, axis=1), np.take_along_axis(ratings, order, axis=1)
-    return _mean_over_ties(ranked, ratings) @ chance
-
-
-def _mean_over_ties(ranked: np.ndarray, ratings: np.ndarray) -> np.ndarray:
-    """Return each rating as the mean rating of those with the same score in its list; scores ascend: [G, K]."""
+    # Of those with the same score in its list, each has the mean rating.
     starts = np.ones(ranked.shape, dtype=bool)
     starts[:, 1:] = ranked[:, 1:] != ranked[:, :-1]
     codes = np.cumsum(starts.ravel()) - 1
     means = np.bincount(codes, weights=ratings.ravel()) / np.bincount(codes)
-    return means[codes].reshape(ranked.shape)
+    return means[codes].reshape(ranked.shape) @ chance
 
 
 def _by_size(groups: np.ndarray, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:

@@ -25,9 +25,8 @@ from vlmrm.data.comparisons import index_rows, sample, with_path_rules
 from vlmrm.data.rows import read_row, with_row_id
 from vlmrm.data.tables import KINDS, Source, open_tables
 from vlmrm.errors import ConfigError, DataError, RowError
-from vlmrm.evaluation.public.estimates import rows_of, with_intervals
 from vlmrm.evaluation.public.rows import ADAPTERS, LISTS, frames_of, labelled, ratings_of
-from vlmrm.evaluation.public.rules import GROUPED, RULES, Groups
+from vlmrm.evaluation.public.rules import GROUPED, RULES, Groups, rows_of, with_intervals
 from vlmrm.formats.layout import image_turn, video_turn
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.pairs import not_finite
@@ -59,18 +58,13 @@ def _known(functions: Mapping[str, Any], name: str) -> str:
 
 
 class HubData(Strict):
-    """Where the rows are: a hub data set, its splits and configurations.
-
-    Where the hub's table does not hold the pictures or videos, `fetch` says how to get a folder with both; `file` is
-    the table's path in it, where its name is not that of its split. A row's split and configuration are columns
-    `split` and `config` for `columns`.
-    """
+    """Where the rows are: a hub data set, its splits and configurations, the columns `split` and `config` of a row."""
 
     hub: str
     splits: list[str] = Field(min_length=1)
     configs: list[str] = Field(default_factory=list)
-    file: str | None = None
-    fetch: str = ""
+    file: str | None = None  # the table's path in a local copy, where its name is not that of its split
+    fetch: str = ""  # how to get a folder with the pictures or videos that the hub's table does not hold
 
     def how_to_get(self) -> str:
         """Return how to get a local copy, as the end of a sentence."""
@@ -103,43 +97,28 @@ class Published(NamedTuple):
 
 
 class Benchmark(Strict):
-    """A public benchmark, as its file describes it.
-
-    Attributes:
-        columns: the columns of the published rows by the key of docs/data.md that each fills; a list of columns fills
-            a list. `ranks`, 0 or 1 for the best, become ratings.
-        optional: columns that a row may lack.
-        answers: the kind of `responses`; images and videos are files in `folder`.
-        labels: the values of the column of `scores`, and of those of `by`, and the ratings that each stands for.
-        by: keys that the rule reads as columns by/NAME of the scored pairs.
-        unit: which of `by` names what intervals take as independent; by default the prompt.
-        frames: the number of frames to take of a video that is a folder of frames.
-        lists: a function in `rows.py` that names the list of a row, of data with one answer a row: the rows of a list
-            become one, whose cells are the lists of theirs.
-        adapt: a function in `rows.py` that finishes a row.
-        groups: categories by group, for the rule or `adapt`, with their weights if they have any.
-        rule: the authors' scoring of scored pairs, a function in `rules.py`.
-        verified: how the schema and the rule were checked, and what could not be checked.
-    """
+    """A public benchmark, as its file describes it."""
 
     model_config = ConfigDict(frozen=True)
 
     title: str
     source: HubData
+    # The published columns by the key of docs/data.md that each, or a list of them, fills; `ranks` become ratings.
     columns: dict[str, str | list[str]]
-    optional: tuple[str, ...] = ()
-    answers: Literal["text", "image", "video"] = "text"
+    optional: tuple[str, ...] = ()  # columns that a row may lack
+    answers: Literal["text", "image", "video"] = "text"  # the kind of `responses`; media are files in `folder`
     folder: str = ""
-    labels: dict[str, list[float]] = Field(default_factory=dict)
-    by: tuple[str, ...] = ()
-    unit: str | None = None
-    frames: int | None = None
+    labels: dict[str, list[float]] = Field(default_factory=dict)  # ratings by value of `scores` and `by`
+    by: tuple[str, ...] = ()  # keys that the rule reads as columns by/NAME of the scored pairs
+    unit: str | None = None  # which of `by` names what intervals take as independent; by default the prompt
+    frames: int | None = None  # how many to take of a video that is a folder of frames
+    # A function in `rows.py` that names the list of a row: the rows of a list become one, with lists as cells.
     lists: Annotated[str, AfterValidator(partial(_known, LISTS))] | None = None
-    adapt: Annotated[str, AfterValidator(partial(_known, ADAPTERS))] | None = None
-    groups: Groups = Field(default_factory=dict)
-    rule: Annotated[str, AfterValidator(partial(_known, RULES))]
+    adapt: Annotated[str, AfterValidator(partial(_known, ADAPTERS))] | None = None  # in `rows.py`: finishes a row
+    groups: Groups = Field(default_factory=dict)  # categories by group, for the rule or `adapt`, maybe with weights
+    rule: Annotated[str, AfterValidator(partial(_known, RULES))]  # in `rules.py`: the authors' scoring of scored pairs
     published: list[PublishedTable]
-    verified: str
+    verified: str  # how the schema and the rule were checked, and what could not be checked
     _name: str = PrivateAttr("")
 
     @model_validator(mode="after")
@@ -204,16 +183,12 @@ class Benchmark(Strict):
         return read_row(translated, row_id, lambda media: frames_of(resolve(media), self.frames))
 
     def score(self, frame: pd.DataFrame) -> dict[str, float]:
-        """Return the benchmark's figures from scored pairs (columns: see `scored_frame`), shares from 0 to 1.
-
-        A figure that averages over parts is left out when one of the parts has no pair. Equal scores are wrong.
-        """
+        """Return the figures of scored pairs as shares, but for an average over parts of which one has no pair."""
         if frame.empty:
             raise DataError(f"{self.title} cannot be scored: there are no scored pairs")
         if missing := [name for name in self.by if f"by/{name}" not in frame]:
             raise DataError(f"{self.title} cannot be scored without {', '.join(missing)}: group by it")
-        bad = not_finite(frame)
-        if bad.any():
+        if (bad := not_finite(frame)).any():
             first = frame["comparison_id"].to_numpy()[bad][0]
             raise DataError(f"{self.title} cannot be scored: the model's score of {first} is not finite")
         return {name: float(value) for name, value in RULES[self.rule](frame, self.groups).items()}
@@ -250,11 +225,7 @@ def benchmark(name: str) -> Benchmark:
 def published_table(
     name: str, measured: Mapping[str, float | Estimate], model: str
 ) -> list[dict[str, str | float | Estimate | None]]:
-    """Return our figures, as they are given, and the published ones: `model`, `source`, then a column a metric.
-
-    One row for each model and source, ours first; published metrics come before further ones. A figure that was not
-    reported for a model is None.
-    """
+    """Return a row for each model and source, ours first: `model`, `source`, and each metric, None where not known."""
     figures = benchmark(name).published_figures
     metrics = list(dict.fromkeys([*(figure.metric for figure in figures), *measured]))
     rows: dict[tuple[str, str], dict[str, float | Estimate]] = {(model, THIS_EVALUATION): dict(measured)}
@@ -269,9 +240,8 @@ def published_table(
 def load_benchmark(name: str, path: str | None = None, arguments: DataArguments | None = None) -> Dataset:
     """Return rows `{"index": int, "comparison": Comparison | RowError}` of a benchmark, as `load_comparisons` does.
 
-    `path` is a local copy: a folder, or its table (parquet, json, jsonl or csv). Without it the rows come from the
-    hub, for benchmarks whose tables hold their pictures. Of `arguments` only `image_root`, `path_rewrites`,
-    `max_eval_samples` and `split_seed` are read.
+    `path` is a local copy, a folder or its table, by default the hub's. Of `arguments` only `image_root`,
+    `path_rewrites`, `max_eval_samples` and `split_seed` are read.
     """
     chosen, arguments = benchmark(name), arguments or DataArguments()
     sources = [
@@ -298,7 +268,11 @@ def _locations(chosen: Benchmark, path: str | None) -> dict[str | None, str]:
     if not os.path.exists(path):
         raise DataError(f"{path} does not exist: for {chosen.title}, {source.how_to_get()}")
     if len(configs) == 1:
-        return {configs[0]: _inside(chosen, path)}
+        inside = [os.path.join(path, part) for part in (source.file, *source.configs) if part]
+        found = next(filter(os.path.exists, inside), path)
+        if source.file and found == path and os.path.isdir(path):
+            raise DataError(f"{path} holds no {source.file}: for {chosen.title}, {source.how_to_get()}")
+        return {configs[0]: found}
     present = {config: os.path.join(path, config) for config in source.configs if os.path.isdir(f"{path}/{config}")}
     missing = [config for config in source.configs if config not in present]
     if not present:
@@ -310,21 +284,9 @@ def _locations(chosen: Benchmark, path: str | None) -> dict[str | None, str]:
     return {**present}
 
 
-def _inside(chosen: Benchmark, path: str) -> str:
-    """Return the table or the folder of the one configuration in a local copy."""
-    source = chosen.source
-    for part in (source.file, *source.configs):
-        inside = os.path.join(path, part or "")
-        if part and os.path.exists(inside):
-            return inside
-    if source.file and os.path.isdir(path):
-        raise DataError(f"{path} holds no {source.file}: for {chosen.title}, {source.how_to_get()}")
-    return path
-
-
 def _open(chosen: Benchmark, location: str, split: str, config: str | None) -> list[Source]:
     sources = open_tables(_files_of(location, split) or location, split, config=config)
-    origin = {"split": split, "config": config}
+    origin, opened = {"split": split, "config": config}, []
     for source in sources:
         columns = source.table.column_names or []
         if missing := [name for name in chosen.required if name not in {*columns, *origin}]:
@@ -332,7 +294,11 @@ def _open(chosen: Benchmark, location: str, split: str, config: str | None) -> l
                 f"{source.path} is no copy of {chosen.title}: it lacks the columns {', '.join(missing)} and has "
                 f"{', '.join(columns)}"
             )
-    opened = [replace(source, table=_with_origin(source, origin, chosen.required)) for source in sources]
+        table = cast("Dataset", source.table)
+        for name, value in origin.items():
+            if name in chosen.required and name not in columns:
+                table = table.add_column(name, [value] * len(table))
+        opened.append(replace(source, table=table))
     return opened if chosen.lists is None else [_as_lists(chosen, source, LISTS[chosen.lists]) for source in opened]
 
 
@@ -351,15 +317,6 @@ def _as_lists(chosen: Benchmark, source: Source, naming: Callable[[Any], Hashabl
     return replace(
         source, table=Dataset.from_list([{name: [row[name] for row in rows] for name in rows[0]} for rows in compared])
     )
-
-
-def _with_origin(source: Source, origin: Mapping[str, str | None], required: list[str]) -> Dataset:
-    """Return the table with the split and the configuration as columns, where the benchmark reads them."""
-    table = cast("Dataset", source.table)
-    for name, value in origin.items():
-        if name in required and name not in (table.column_names or []):
-            table = table.add_column(name, [value] * len(table))
-    return table
 
 
 def _files_of(folder: str, split: str) -> str | None:

@@ -2,7 +2,7 @@
 
 A rule takes scored pairs (columns: see `scored_frame`) and the benchmark's groups, and returns its figures by name. A
 figure of a part is called PART or PART/..., where PART is a category, the first part of categories such as
-`safety/bias`, or a group: `estimates.py` counts its rows by that.
+`safety/bias`, or a group: `rows_of` finds its rows by that.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pandas as pd
+from scipy.stats import t
+
+from vlmrm.measures.intervals import LEVEL, NAN, Estimate, Interval, Spread, share
 
 Groups = Mapping[str, list[str] | dict[str, float]]
 # Pick-a-Pic's authors let a model tie: where both probabilities are within a threshold. The threshold is the best of
@@ -23,6 +26,9 @@ STYLES = (
     "normal",
     "easy",
 )  # of RM-Bench: the chosen answer has less style than the rejected, as much, or more
+
+PARTS, SEED = 50, 0  # of the jackknife
+TEXTS = ("text", "image_paths")  # columns that no rule reads
 
 # Parts of rules ------------------------------------------------------------------------------------------------------
 
@@ -48,9 +54,9 @@ def accuracy_without_ties(label: np.ndarray, margin: np.ndarray) -> float:
 
 
 def accuracy_with_ties(label: np.ndarray, margin: np.ndarray) -> float:
-    """Return the highest three-way accuracy that any threshold reaches, up to which margins are ties.
+    """Return the highest three-way accuracy of any threshold, an absolute margin, up to which all are ties.
 
-    Thresholds are the absolute margins [N] themselves; equal ones stay together (arXiv 2305.14324).
+    Equal margins stay together (arXiv 2305.14324).
     """
     return float(np.max(by_threshold(label, margin)[1]))
 
@@ -209,11 +215,10 @@ def best_of_n(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
 
 
 def several_right(rows: pd.DataFrame) -> float:
-    """Return RewardBench 2's score of prompts with several right answers, and their references with one.
+    """Return RewardBench 2's score, at most 1.01, of prompts with several right answers, and references with one.
 
-    Of 1.01: 0.3 for each of both kinds whose right answers all score above the wrong ones; 0.2 where the right answers
-    differ by less than they are above the wrong ones, 0.2 where they also differ by less than in the reference, and
-    0.01 for by how much.
+    0.3 for each of both kinds whose right answers all score above the wrong ones; 0.2 where the right answers differ
+    by less than they are above the wrong ones, 0.2 where also by less than in the reference, 0.01 for by how much.
     """
     best, worst = (rows.groupby("by/row")["chosen_score"].agg(name) for name in ("max", "min"))
     gap, spread = worst - rows.groupby("by/row")["rejected_score"].max(), best - worst
@@ -317,3 +322,67 @@ RULES: dict[str, Rule] = {
 }
 # Rules that need groups.
 GROUPED = tuple(rule.__name__ for rule in (macro, sections, languages, best_of_n, styles, tasks, tasks_with_ties))
+
+
+# Intervals of figures, whatever a rule computes: each is computed again without one part of the units at a time (Kott,
+# The delete-a-group jackknife, 2001). Units are prompts, whose pairs stay together; they are dealt out to at most
+# `PARTS` parts in order of category, so that each part has its share of every category.
+
+
+def with_intervals(
+    rule: Callable[[pd.DataFrame], Mapping[str, float]],
+    frame: pd.DataFrame,
+    figures: Mapping[str, float],
+    units: np.ndarray,
+    rows: Mapping[str, np.ndarray],
+) -> dict[str, Estimate]:
+    """Return the figures of `rule` with 95 % intervals, NaN where the units they rest on are fewer than two.
+
+    An interval is Wilson's of as many independent values as the jackknife's standard error is worth (Korn and
+    Graubard, Confidence intervals for proportions, 1998). A `threshold` is no share and has none.
+
+    Args:
+        units: what is independent, units[N].
+        rows: by figure, whether it rests on each pair: [N].
+    """
+    parts = dealt(units, frame["category"].map(str).to_numpy())
+    plain = frame[[name for name in frame if not str(name).endswith(TEXTS)]]
+    without = [rule(plain[parts != part]) for part in range(parts.max() + 1)] if parts.max() else []
+    estimates = {}
+    for name, value in figures.items():
+        used = rows[name]
+        count, held = len(pd.unique(units[used])), len(np.unique(parts[used]))
+        error = NAN
+        if held > 1 and name != "threshold":
+            values = np.array([figures.get(name, NAN) for figures in without])
+            error = float(np.sqrt((held - 1) / held * ((values - value) ** 2).sum()))
+        low, high = (NAN, NAN) if np.isnan(error) else interval_of(value, error, held - 1, count)
+        estimates[name] = Estimate(value, low, high, error, int(used.sum()), count)
+    return estimates
+
+
+def dealt(units: np.ndarray, categories: np.ndarray) -> np.ndarray:
+    """Return the number of each row's part, below `PARTS`: units in order of category, shuffled within, dealt out."""
+    codes = pd.factorize(units)[0]
+    first = pd.factorize(pd.Series(categories).groupby(codes).first())[0]
+    shuffled = np.random.default_rng(SEED).permutation(len(first))
+    order = np.argsort(np.lexsort((shuffled, first)))
+    return order[codes] % min(PARTS, len(first))
+
+
+def interval_of(value: float, error: float, freedom: int, count: int) -> Interval:
+    """Return the interval of a share with this standard error; without any, as of `count` values."""
+    effective = value * (1 - value) / error**2 if error > 1e-9 and 0 < value < 1 else float(count)
+    low, high = share(value, Spread(error, freedom, effective), float(t.ppf((1 + LEVEL) / 2, freedom)))
+    return Interval(float(low), float(high))
+
+
+def rows_of(name: str, frame: pd.DataFrame, groups: Groups) -> np.ndarray:
+    """Return whether each pair is of the part that a figure is named after, all where it is named after none: [N]."""
+    part = name.partition("/")[0]
+    names = frame["category"].map(str)
+    among = names.isin([name, *groups.get(name, ())]).to_numpy()
+    if among.any():
+        return among
+    of_part = ((names == part) | names.str.startswith(f"{part}/")).to_numpy()
+    return of_part if of_part.any() else np.ones(len(frame), dtype=bool)

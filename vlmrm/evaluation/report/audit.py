@@ -29,7 +29,7 @@ def headline(findings: Sequence[Finding]) -> str:
         decisive.pop("prompt", None)
     sentences = [_on_part(family, finding) for family, finding in decisive.items()]
     swayed = [finding for finding in findings if finding.family not in REMOVING and finding.state == "reliant"]
-    sentences += [_on_rest(swayed)] if swayed else []
+    sentences += [f"What should not matter does: {'; '.join(map(_numbers, swayed))}."] if swayed else []
     return " ".join(sentences) or "What its preference rests on was not measured: evaluate with interventions."
 
 
@@ -75,10 +75,6 @@ def _from_the_others(left: Estimate) -> tuple[str, str]:
     if left.high < CHANCE + MARGIN:
         return "", f"{remains}, which is no lead over chance."
     return "", f"{remains}; whether from the rest or by chance is undecided."
-
-
-def _on_rest(swayed: Sequence[Finding]) -> str:
-    return f"What should not matter does: {'; '.join(map(_numbers, swayed))}."
 
 
 def _numbers(finding: Finding) -> str:

@@ -18,19 +18,13 @@ from vlmrm.evaluation.choosing import MEAN, Criterion, split_metric
 from vlmrm.evaluation.schema import Best, ResultsFile, details_path, load_results
 from vlmrm.measures.analysis import GROUP, analyse, figures
 from vlmrm.measures.audit import Finding, audit
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.pairs import COLUMNS, margins_of, not_finite, read_pairs
-from vlmrm.measures.plots import Share
 
 TrainingLog = Sequence[Mapping[str, float]]  # HF's `log_history`
 
 MOST_LOGS = 6  # trainings of which the report shows the curves
 NEEDED = ("model", "checkpoint", *COLUMNS)
-
-
-def accuracy_share(figures: Mapping[str, Any]) -> Share:
-    """Return the accuracy in `vlmrm.measures.analysis.figures`; a single prompt has no interval."""
-    estimate = figures["preference_accuracy"]
-    return Share(estimate["value"], estimate["low"], estimate["high"], figures["sample_count"])
 
 
 @dataclass(frozen=True)
@@ -66,25 +60,23 @@ class Checkpoint:
         return audit(self.rows)
 
     @property
-    def accuracy(self) -> Share:
-        return accuracy_share(self.figures)
+    def accuracy(self) -> Estimate:
+        return self.share("preference_accuracy")
 
-    def altered(self, intervention: str) -> Share:
+    def altered(self, intervention: str) -> Estimate:
         """Return accuracy under the intervention; n is 0 where it was not scored."""
-        column = f"{intervention}_chosen"
-        return self.share(f"{intervention}_accuracy", int(self.pairs[column].count()) if column in self.pairs else 0)
+        return self.share(f"{intervention}_accuracy")
 
-    def shares(self, column: str) -> dict[str, Share]:
+    def shares(self, column: str) -> dict[str, Estimate]:
         """Return the accuracy by value of `category` or a column by/NAME, of values with a pair that is no tie."""
-        by_column = {"category": self.groups["category"]}
-        by_column |= {GROUP + name: groups for name, groups in self.groups["by"].items()}
-        groups = by_column.get(column, {})
-        return {value: accuracy_share(group) for value, group in groups.items() if group["sample_count"]}
+        by = self.groups["by"]
+        groups = by.get(column.removeprefix(GROUP), {}) if column.startswith(GROUP) else self.groups["category"]
+        shares = {value: Estimate(**group["preference_accuracy"]) for value, group in groups.items()}
+        return {value: share for value, share in shares.items() if share.n}
 
-    def share(self, name: str, n: int) -> Share:
-        """Return one of the estimates of `figures`, over n pairs."""
-        estimate = self.figures[name]
-        return Share(estimate["value"], estimate["low"], estimate["high"], n)
+    def share(self, name: str) -> Estimate:
+        """Return one of the estimates of `figures`."""
+        return Estimate(**self.figures[name])
 
     @property
     def step(self) -> float:
@@ -121,8 +113,7 @@ def split(frames: Sequence[pd.DataFrame]) -> tuple[list[Checkpoint], list[str]]:
     """Return the checkpoints of all frames, by model and step, and a sentence about each that cannot be shown."""
     rows_by_key: dict[tuple[str, str], pd.DataFrame] = {}
     for frame in frames:
-        missing = [name for name in NEEDED if name not in frame]
-        if missing:
+        if missing := [name for name in NEEDED if name not in frame]:
             raise DataError(f"the scored pairs have no column {', '.join(missing)}: make them with vlmrm eval.")
         for (model, name), rows in frame.groupby(["model", "checkpoint"], sort=False):  # ty: ignore[not-iterable]
             key = (str(model), str(name))
@@ -136,8 +127,7 @@ def split(frames: Sequence[pd.DataFrame]) -> tuple[list[Checkpoint], list[str]]:
     checkpoints, left_out = [], []
     for key, rows in rows_by_key.items():
         checkpoint = Checkpoint(*key, labels[key], rows)
-        bad = not_finite(rows)
-        if bad.any():
+        if (bad := not_finite(rows)).any():
             left_out.append(f"{labels[key]} is left out: {int(bad.sum()):,} of its pairs have no finite score.")
         elif not len(checkpoint.pairs):
             left_out.append(f"{labels[key]} is left out: it has no pair with a preference.")
@@ -161,21 +151,15 @@ def _labels(keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], str]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint that the report is about, and the reason in words.
-
-    `accuracy` is that of the checkpoint, without the luck of being chosen among so many as `among`, which is 1 where
-    the luck is unknown or there is none. `leakage` is the overlap of its data with the training data, None if unknown.
-    `benchmark` is the name of a public benchmark and the checkpoint's figures on it, None for other data. `limits` are
-    the interventions that could not be tried, with the reason.
-    """
+    """The checkpoint that the report is about, and the reason in words."""
 
     best: Checkpoint
     reason: str
-    accuracy: Share
-    leakage: dict[str, Any] | None
-    benchmark: tuple[str, Mapping[str, Mapping[str, Any]]] | None
-    among: int = 1
-    limits: Mapping[str, str] = field(default_factory=dict)
+    accuracy: Estimate  # without the luck of being chosen among so many as `among`
+    leakage: dict[str, Any] | None  # the overlap of its data with the training data, None if unknown
+    benchmark: tuple[str, Mapping[str, Mapping[str, Any]]] | None  # a public one's name and its figures
+    among: int = 1  # also where the luck is unknown
+    limits: Mapping[str, str] = field(default_factory=dict)  # interventions that could not be tried, with the reason
 
 
 def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:
@@ -213,15 +197,13 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
     chosen = {(best["model"], best["checkpoint"]): best for sweep in sweeps if (best := sweep["best"])}
     named = [checkpoint for checkpoint in checkpoints if (checkpoint.model, checkpoint.name) in chosen]
     best = max(named or checkpoints, key=lambda checkpoint: checkpoint.accuracy.value)  # of equals the first
-    reason = _reason(chosen.get((best.model, best.name)))
+    name = (best.model, best.name)
+    criterion, reason = _criterion(chosen.get(name), {sweep.get("set_name") for sweep in sweeps})
     if len(named) > 1:
         reason = f"the most accurate of {len(named)} that are {reason} in their results"
-    criterion = _criterion(chosen.get((best.model, best.name)), {sweep.get("set_name") for sweep in sweeps})
     rows = [checkpoint.rows for checkpoint in checkpoints]
     honest = None if criterion is None else criterion.without_luck(rows, "preference_accuracy")
-    accuracy = best.accuracy if honest is None else Share(honest.value, honest.low, honest.high, honest.n)
-    among = 1 if honest is None else len(checkpoints)
-    name = (best.model, best.name)
+    accuracy, among = (best.accuracy, 1) if honest is None else (honest, len(checkpoints))
     held = [(sweep, row) for sweep in sweeps for row in sweep["results"] if (row["model"], row["checkpoint"]) == name]
     if not held:
         return Choice(best, reason, accuracy, None, None, among)
@@ -230,31 +212,25 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
     return Choice(best, reason, accuracy, sweep["leakage"], benchmark, among, row.get("limits", {}))
 
 
-def _criterion(best: Best | None, sets: Collection[str | None]) -> Criterion | None:
-    """Return the criterion by which a checkpoint was chosen on these sets, accuracy unless the results say so.
+def _criterion(best: Best | None, sets: Collection[str | None]) -> tuple[Criterion | None, str]:
+    """Return the criterion by which a checkpoint was chosen, and the reason in words.
 
-    None where other sets chose it, whose luck is not in these figures.
+    None where other sets than these chose it, whose luck is not in these figures.
     """
     if best is None:
-        return Criterion()
+        return Criterion(), "best by preference accuracy"
     named, figure = split_metric(best["metric"])
     chosen_here = named in sets if named is not None else not best["metric"].startswith(MEAN)
-    return Criterion(figure, best["one_standard_error"]) if chosen_here else None
-
-
-def _reason(best: Best | None) -> str:
-    if best is None:
-        return "best by preference accuracy"
-    metric = best["metric"].replace("_", " ")
     within = "the earliest within one standard error of the " if best["one_standard_error"] else ""
-    return f"{within}best by {metric}"
+    reason = f"{within}best by {best['metric'].replace('_', ' ')}"
+    return Criterion(figure, best["one_standard_error"]) if chosen_here else None, reason
 
 
 def percent(value: float) -> str:
     return "–" if np.isnan(value) else f"{value:.1%}"
 
 
-def interval(share: Share) -> str:
+def interval(share: Estimate) -> str:
     return "–" if np.isnan(share.low) else f"{share.low:.1%} to {share.high:.1%}"
 
 

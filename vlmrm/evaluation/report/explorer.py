@@ -8,26 +8,33 @@ again, the texts.
 from __future__ import annotations
 
 import base64
+import io
 import json
 import logging
 import zlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from PIL import Image
 
+from vlmrm.data.media import open_image
+from vlmrm.errors import RowError
 from vlmrm.evaluation.report.checkpoints import Checkpoint
-from vlmrm.evaluation.report.examples import IMAGES, paths_of, thumbnail
 from vlmrm.measures.analysis import GROUP
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
-from vlmrm.measures.pair_arrays import PairArrays
-from vlmrm.measures.pairs import pair_index
-from vlmrm.measures.plots import Share
+from vlmrm.measures.pairs import PairArrays, pair_index
 
 logger = logging.getLogger("vlmrm")
+
+SIDE = 320  # pixels of a thumbnail, the longer one
+COUNT = 12  # examples of a gallery
+IMAGES = 4  # of one prompt or answer
 
 # What the page may hold. A longer page would open slowly; what is left out is said on it.
 PAIRS = 200_000
@@ -42,8 +49,7 @@ ROLES = {"prompt": ("prompt_text", "image_paths")} | {
 }
 
 
-@dataclass(frozen=True)
-class PackedPairs:
+class PackedPairs(NamedTuple):
     """The block for the page's script, and a sentence about each thing that it lacks."""
 
     data: str
@@ -146,9 +152,9 @@ def _scores(model: Checkpoint, number: int, named: Sequence[str], at: np.ndarray
     return arrays
 
 
-def _numbers(share: Share) -> list[float | None]:
+def _numbers(share: Estimate) -> list[float | None]:
     """Return accuracy, the ends of its interval, and the number of pairs; NaN is no JSON."""
-    return [None if np.isnan(number) else number for number in share]
+    return [None if np.isnan(number) else number for number in (*share[:3], share.n)]
 
 
 def _columns(rows: pd.DataFrame) -> list[str]:
@@ -214,29 +220,91 @@ def _thumbnails(
     """Return thumbnails by number of path, of mistakes first, the most confident first, then of the narrowest wins."""
     margins = arrays["0/margin"].astype(np.float64)
     order = np.argsort(np.where(np.isnan(margins), np.inf, margins), kind="stable")
+    of_rows = (lists[arrays[f"images/{role}"][row]][:IMAGES] for row in order for role in ROLES)
     thumbnails: dict[int, str] = {}
-    looked: set[int] = set()
     left = IMAGE_BYTES
     gone: list[str] = []
-    for row in order:
-        for role in ROLES:
-            for number in lists[arrays[f"images/{role}"][row]][:IMAGES]:
-                if number in looked:
-                    continue
-                looked.add(number)
-                uri = thumbnail(paths[number])
-                if uri is None:
-                    gone.append(paths[number])
-                    continue
-                left -= len(uri)
-                if left < 0:
-                    notes.append(
-                        f"{len(thumbnails):,} of {len(paths):,} images are on this page, those of mistakes first; "
-                        "of the others it has the paths."
-                    )
-                    return thumbnails
-                thumbnails[number] = uri.partition(",")[2]
+    for number in dict.fromkeys(chain.from_iterable(of_rows)):
+        uri = thumbnail(paths[number])
+        if uri is None:
+            gone.append(paths[number])
+            continue
+        left -= len(uri)
+        if left < 0:
+            notes.append(
+                f"{len(thumbnails):,} of {len(paths):,} images are on this page, those of mistakes first; of the "
+                "others it has the paths."
+            )
+            return thumbnails
+        thumbnails[number] = uri.partition(",")[2]
     if gone:
         notes.append(f"{len(gone):,} images could not be opened.")
         logger.warning("The report lacks %s images that cannot be opened, such as %s", f"{len(gone):,}", gone[0])
     return thumbnails
+
+
+# Example pairs: the most confident mistakes and the narrowest wins ---------------------------------------------------
+
+
+def galleries(best: Checkpoint) -> list[dict[str, Any]]:
+    """Return the pairs with the lowest margins below zero, and the lowest above, for the page; one of each prompt."""
+    order = np.argsort(best.margins, kind="stable")
+    mistakes = "A confident mistake is often a wrong label: look before blaming the model."
+    made = []
+    for name, title, way, advice, rows in (
+        ("mistakes", "The most confident mistakes", "wrong", mistakes, order[best.margins[order] < 0]),
+        ("wins", "The narrowest wins", "right", "Little would turn these round.", order[best.margins[order] > 0]),
+    ):
+        repeated = best.pairs["prompt_id"].iloc[rows].duplicated().to_numpy()
+        shown = [_example(row) for row in best.pairs.iloc[rows[~repeated][:COUNT]].to_dict("records")]
+        text = f"At most one pair a prompt. {advice}" if shown else f"No pair is ranked the {way} way."
+        made.append({"id": name, "title": title, "text": text, "examples": shown})
+    return made
+
+
+def _example(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a pair: the prompt, and both answers with their scores."""
+    images, category = paths_of(row.get("image_paths")), row.get("category")
+    answers: list[dict[str, Any]] = [
+        {
+            "role": side,
+            "score": float(row[f"{side}_score"]),
+            "text": row.get(f"{side}_text") or "",
+            "pictures": _pictures(paths_of(row.get(f"{side}_image_paths")), f"image of the {side} answer"),
+        }
+        for side in ("chosen", "rejected")
+    ]
+    return {
+        "id": str(row["comparison_id"]),
+        "category": category if isinstance(category, str) else None,
+        "margin": answers[0]["score"] - answers[1]["score"],
+        "prompt": row.get("prompt_text") or "",
+        "pictures": _pictures(images, "image of the prompt"),
+        "more_images": max(len(images) - IMAGES, 0),
+        "answers": answers,
+    }
+
+
+def paths_of(value: Any) -> list[str]:
+    """Return a cell with a list, which is an array after parquet, and None or NaN where the data have none."""
+    return [] if value is None or isinstance(value, float) else [str(path) for path in value]
+
+
+def _pictures(paths: list[str], alt: str) -> list[dict[str, str | None]]:
+    """Return images as data URIs, None for one that cannot be opened."""
+    alts = [f"{alt} {number}" for number in range(1, IMAGES + 1)] if len(paths) > 1 else [alt]
+    return [{"alt": alt, "uri": thumbnail(path)} for alt, path in zip(alts, paths, strict=False)]
+
+
+@cache
+def thumbnail(path: str) -> str | None:
+    """Return a JPEG of at most 320 x 320 pixels as a data URI; None if it cannot be opened."""
+    try:
+        image = open_image(path)
+    except RowError as error:
+        logger.debug("The report lacks the image %s: %s", path, error)
+        return None
+    image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=78, optimize=True)
+    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

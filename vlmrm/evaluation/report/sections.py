@@ -13,16 +13,7 @@ from matplotlib.figure import Figure
 from vlmrm.errors import DataError
 from vlmrm.evaluation.public import benchmark, published_table
 from vlmrm.evaluation.report import audit
-from vlmrm.evaluation.report.checkpoints import (
-    Checkpoint,
-    Choice,
-    TrainingLog,
-    accuracy_share,
-    interval,
-    number,
-    percent,
-    points,
-)
+from vlmrm.evaluation.report.checkpoints import Checkpoint, Choice, TrainingLog, interval, number, percent, points
 from vlmrm.measures import plots
 from vlmrm.measures.analysis import GROUP
 from vlmrm.measures.audit import LEVEL as TOGETHER
@@ -30,7 +21,6 @@ from vlmrm.measures.differences import PairedTest, compare
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRICS, Metric
-from vlmrm.measures.plots import Share
 
 CATEGORIES = 40  # in one figure; the table beside it has them all
 CATEGORY = "category"
@@ -106,16 +96,10 @@ def halves(page: Sequence[Section]) -> set[str]:
 def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Section:
     curves = []
     for model in dict.fromkeys(checkpoint.model for checkpoint in checkpoints):
-        stepped = [
-            checkpoint for checkpoint in checkpoints if checkpoint.model == model and not np.isnan(checkpoint.step)
-        ]
+        stepped = [(c.step, c.accuracy, c.label) for c in checkpoints if c.model == model and not np.isnan(c.step)]
         if stepped:
-            label = stepped[0].label.rpartition("/")[0] or "accuracy"
-            curves.append(
-                plots.Curve(
-                    label, [checkpoint.step for checkpoint in stepped], [checkpoint.accuracy for checkpoint in stepped]
-                )
-            )
+            steps, accuracies, labels = zip(*stepped, strict=True)
+            curves.append(plots.Curve(labels[0].rpartition("/")[0] or "accuracy", steps, accuracies))
     drawings = []
     drawn = any(len(curve.steps) > 1 for curve in curves)
     if drawn:
@@ -150,24 +134,16 @@ def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Secti
 
 def _tabled(checkpoints: Sequence[Checkpoint]) -> list[Metric]:
     """Return the metrics of the table of checkpoints that one of them has."""
-    return [
-        metric
-        for metric in METRICS.values()
-        if metric.column
-        and metric.label
-        and not all(np.isnan(metric.value(checkpoint.figures)) for checkpoint in checkpoints)
-    ]
+    shown = (metric for metric in METRICS.values() if metric.column and metric.label)
+    return [metric for metric in shown if not all(np.isnan(metric.value(c.figures)) for c in checkpoints)]
 
 
 def _altered_accuracies(checkpoints: Sequence[Checkpoint]) -> list[Table]:
     """Return the table of accuracies under each intervention, a column a checkpoint; none without interventions."""
     compared = sorted(checkpoints, key=lambda checkpoint: -checkpoint.accuracy.value)[:COMPARED]
-    metrics = {metric.name: metric for metric in _tabled(compared)}
+    metrics = {metric.name for metric in _tabled(compared)}
     rows = [
-        [
-            intervention.view,
-            *[percent(metrics[f"{name}_accuracy"].value(checkpoint.figures)) for checkpoint in compared],
-        ]
+        [intervention.view, *[percent(checkpoint.altered(name).value) for checkpoint in compared]]
         for name, intervention in INTERVENTIONS.items()
         if f"{name}_accuracy" in metrics
     ]
@@ -182,9 +158,8 @@ def of_training(logs: Mapping[str, TrainingLog]) -> Section:
     drawings = []
     for index, (name, log) in enumerate(logs.items()):
         last = next(entry for entry in reversed(log) if "loss" in entry)
-        alt = (
-            f"Loss and accuracy of {name} by training step, to a loss of {last['loss']:.3f} at step {last['step']:,}."
-        )
+        end = f"a loss of {last['loss']:.3f} at step {last['step']:,}"
+        alt = f"Loss and accuracy of {name} by training step, to {end}."
         drawings.append(Drawing(f"learning_{index}", plots.learning_curves(log), alt, f"{name}: loss and accuracy."))
     text = "What the trainings logged. Where the lines of a figure part, the model learns its training data by heart."
     return Section("training", "Training", text, drawings)
@@ -204,29 +179,23 @@ def of_published(best: Checkpoint, name: str, measured: Mapping[str, Mapping[str
 
 
 def _published(figure: Estimate | str | float | None) -> str:
-    """Write a figure in percent, an estimate with its interval: 79.1 (75.0-82.6)."""
+    """Write a figure in percent, an estimate with its interval."""
     if isinstance(figure, Estimate):
-        ends = "" if np.isnan(figure.low) else f" ({100 * figure.low:.1f}-{100 * figure.high:.1f})"
-        return f"{100 * figure.value:.1f}{ends}"
+        return figure.in_percent()
     return f"{100 * figure:.1f}" if isinstance(figure, float) else "–"
 
 
 def of_audit(best: Checkpoint, limits: Mapping[str, str]) -> Section:
-    """Show what the preference rests on: accuracy under each intervention, and a finding for each question.
-
-    `limits` are the interventions that could not be tried, with the reason.
-    """
+    """Show what the preference rests on: accuracy under each intervention, and a finding for each question."""
     title = "What does its preference rest on?"
     scored = {name: best.altered(name) for name in INTERVENTIONS if best.altered(name).n}
     drawings = []
     if scored:
-        plain = best.share("accuracy_half_ties", len(best.pairs))
+        plain = best.share("accuracy_half_ties")
         named = {"as it is": plain, **{INTERVENTIONS[name].view: share for name, share in scored.items()}}
         alt = "Accuracy " + ", ".join(f"{name} {percent(share.value)}" for name, share in named.items()) + "."
-        caption = (
-            "Accuracy with one thing changed, equal scores at half, with 95% intervals; dashed: as it is, solid: "
-            "chance."
-        )
+        ends = "with 95% intervals; dashed: as it is, solid: chance."
+        caption = f"Accuracy with one thing changed, equal scores at half, {ends}"
         drawings = [Drawing("reliance", plots.intervals(named, plain.value), alt, caption)]
     head = ["what was changed", "finding", "points lost", "95% interval", "counts from", "would have seen"]
     rows = [
@@ -272,15 +241,13 @@ def of_categories(best: Checkpoint) -> Section:
         if shares:
             best_first = dict(sorted(shares.items(), key=lambda item: -item[1].value))
             drawings.append(_by_value(name, best_first, best.accuracy.value))
-            rows = [
-                [value, f"{share.n:,}", percent(share.value), interval(share)] for value, share in best_first.items()
-            ]
+            rows = [[v, f"{it.n:,}", percent(it.value), interval(it)] for v, it in best_first.items()]
             tables.append(Table(f"Accuracy by {name}", [name, "pairs", "accuracy", "95% interval"], rows))
     text = "Intervals take pairs of one prompt together."
     return Section("categories", "By category", text if drawings else "No row has a category.", drawings, tables)
 
 
-def _by_value(name: str, best_first: dict[str, Share], overall: float) -> Drawing:
+def _by_value(name: str, best_first: dict[str, Estimate], overall: float) -> Drawing:
     largest = sorted(best_first, key=lambda value: -best_first[value].n)[:CATEGORIES]
     drawn = {value: share for value, share in best_first.items() if value in set(largest)}
     weakest, share = list(drawn.items())[-1]
@@ -288,7 +255,8 @@ def _by_value(name: str, best_first: dict[str, Share], overall: float) -> Drawin
     caption = f"Accuracy by {name}, with 95% intervals; dashed: all pairs, solid: chance."
     if len(best_first) > len(drawn):
         caption += f" The {CATEGORIES} largest of {len(best_first)}."
-    return Drawing(f"accuracy_by_{_slug(name)}", plots.intervals(drawn, overall), alt, caption)
+    slug = "".join(c if c.isalnum() and c.isascii() else "_" for c in name)
+    return Drawing(f"accuracy_by_{slug}", plots.intervals(drawn, overall), alt, caption)
 
 
 def of_scores(best: Checkpoint) -> Section:
@@ -337,10 +305,8 @@ def of_calibration(best: Checkpoint) -> Section:
 
 def of_shortcuts(best: Checkpoint) -> Section:
     title = "Does it take shortcuts?"
-    texts, drawings = [], []
-    for sentences, figures in (_length(best), _area(best)):
-        texts += sentences
-        drawings += figures
+    (of_length, length), (of_area, area) = _length(best), _area(best)
+    texts, drawings = [*of_length, *of_area], [*length, *area]
     of_prompts = (metric for metric in METRICS.values() if metric.label and metric.needs in ("pixels", "images"))
     texts += [_correlated(best, metric) for metric in of_prompts if not np.isnan(metric.value(best.figures))]
     nothing = "Nothing to show: no two answers are known to differ in length or image size, nor prompts in images."
@@ -363,8 +329,8 @@ def _length(best: Checkpoint) -> tuple[list[str], list[Drawing]]:
         f"Margins of {min(plots.POINTS, len(differences)):,} of {len(differences):,} pairs, and means over all.",
     )
     sides = {
-        "chosen longer": best.share("accuracy_chosen_longer", int((differences > 0).sum())),
-        "chosen shorter": best.share("accuracy_chosen_shorter", int((differences < 0).sum())),
+        "chosen longer": best.share("accuracy_chosen_longer"),
+        "chosen shorter": best.share("accuracy_chosen_shorter"),
     }
     sides = {name: share for name, share in sides.items() if share.n}
     alt = "Accuracy where " + ", ".join(f"{name}: {percent(share.value)}" for name, share in sides.items()) + "."
@@ -405,7 +371,11 @@ def of_leakage(best: Checkpoint, leakage: dict[str, Any] | None) -> Section:
     title = "Was it trained on this?"
     if leakage is None:
         return Section("leakage", title, "Not measured: evaluate with train_data, what the model was trained on.")
-    examples = [f"{row} ({kind} of {train})" for kind in ("prompt", "image") for train, row in _pairs(leakage, kind)]
+    examples = [
+        f"{row} ({kind} of {train})"
+        for kind in ("prompt", "image")
+        for train, row in leakage["near"][kind]["pairs"][:LEAKS]
+    ]
     such_as = f", such as {', '.join(examples)}" if examples else ""
     leaked = f"{leakage['leaked_rows']:,} of {leakage['rows']:,}"
     text = f"{leaked} rows have a prompt or an image that was trained on{such_as}."
@@ -416,10 +386,9 @@ def of_leakage(best: Checkpoint, leakage: dict[str, Any] | None) -> Section:
         exact, near = leakage["exact"][kind], leakage["near"][kind]
         rows.append([piece, *(f"{count:,}" for count in (exact["rows"], near["rows"], near["total"]))])
     table = Table("Rows with something that was trained on", ["what", "exactly", "nearly", "of"], rows)
-    groups = best.groups["by"].get(LEAKED, {})
-    kinds = {"trained on": "yes", "new": "no"}
-    apart = {name: accuracy_share(groups[value]) for name, value in kinds.items() if value in groups}
-    if len(apart) < 2 or not all(share.n for share in apart.values()):
+    shares, kinds = best.shares(GROUP + LEAKED), {"trained on": "yes", "new": "no"}
+    apart = {name: shares[value] for name, value in kinds.items() if value in shares}
+    if len(apart) < 2:
         return Section("leakage", title, text, tables=[table])
     alt = "Accuracy on rows " + ", ".join(f"{name}: {percent(share.value)}" for name, share in apart.items()) + "."
     caption = "Accuracy on rows trained on and on new ones, with 95% intervals; dashed: all pairs, solid: chance."
@@ -447,23 +416,18 @@ def of_comparison(checkpoints: Sequence[Checkpoint]) -> Section:
         "Points of accuracy that the row is ahead of the column, their 95% interval, and p, on "
         f"{tests[0].pairs:,} common pairs"
     )
+    sizes = sorted(test.detectable for test in tests if not np.isnan(test.detectable))
+    between = " to ".join(points(size) for size in (*sizes[:1], *sizes[1:][-1:]))
+    seen = f"These prompts show a difference of {between} points four times in five; a smaller one may stay unseen."
+    seen = seen if sizes else "So few prompts show no difference."
     text = (
         "A difference is more than chance where its interval is without zero, and there p is below 0.05. Both are "
         f"from flips of the signs of whole prompts and hold for all {len(tests)} comparisons together. "
-        f"{_detectable(tests)}"
+        f"{seen}"
     )
     if len(checkpoints) > COMPARED:
         text += f" The {COMPARED} best of {len(checkpoints)}."
     return Section("comparison", title, text, tables=[Table(caption, ["checkpoint", *numbers], rows)])
-
-
-def _detectable(tests: Sequence[PairedTest]) -> str:
-    """Say how large a difference between two checkpoints has to be for these pairs to show it."""
-    sizes = sorted(test.detectable for test in tests if not np.isnan(test.detectable))
-    if not sizes:
-        return "So few prompts show no difference."
-    between = points(sizes[0]) if len(sizes) == 1 else f"{points(sizes[0])} to {points(sizes[-1])}"
-    return f"These prompts show a difference of {between} points four times in five; a smaller one may stay unseen."
 
 
 def of_best_of_n(best: Checkpoint) -> Section:
@@ -489,17 +453,3 @@ def _compared(test: PairedTest, sign: int) -> str:
     if not np.isnan(low):
         lines.insert(1, f"{points(min(low, high))} to {points(max(low, high))}")
     return "\n".join(lines)
-
-
-def _slug(name: str) -> str:
-    return "".join(c if c.isalnum() and c.isascii() else "_" for c in name)
-
-
-def headline(best: Checkpoint) -> str:
-    """Return what the model's preference rests on, with the figures behind it."""
-    return audit.headline(best.audit)
-
-
-def _pairs(leakage: dict[str, Any], kind: str) -> list[tuple[str, str]]:
-    """Return the first training and evaluation rows that share a `kind` of part, exactly or nearly."""
-    return leakage["near"][kind]["pairs"][:LEAKS]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.evaluation.entry import Entry
 from vlmrm.evaluation.scorers.checkpoint import CheckpointEntry, HubEntry
 from vlmrm.evaluation.scorers.classifier import ClassifierEntry
-from vlmrm.evaluation.scorers.function import FunctionEntry
 from vlmrm.evaluation.scorers.judge import JudgeEntry
-from vlmrm.evaluation.scorers.reward import PUBLISHED, reward_entries
+from vlmrm.evaluation.scorers.reward import PUBLISHED, FunctionEntry, reward_entries
 from vlmrm.evaluation.scorers.service import ServiceEntry
 from vlmrm.evaluation.scorers.spec import Spec, read_spec
 from vlmrm.modeling.manifest import read_json_of
@@ -31,7 +31,10 @@ def _entries(spec: Spec) -> Sequence[Entry]:
     if spec.kind == "checkpoint" and not Path(spec.body).is_dir():
         return [HubEntry(spec.body)]
     if spec.kind == "checkpoint":
-        if _reads_texts(Path(spec.body)):
+        config = {"vision_config": None}
+        with suppress(CheckpointError):  # opening it raises the same error
+            config = read_json_of(Path(spec.body), "config.json") or {}
+        if "vision_config" not in config and "ForSequenceClassification" in str(config.get("architectures")):
             raise ConfigError(f"scorer {spec.text} is a classifier of texts and none of ours: write hf:{spec.text}.")
         return [CheckpointEntry(Path(spec.body))]
     if spec.kind == "hf" and spec.body in PUBLISHED:
@@ -40,12 +43,3 @@ def _entries(spec: Spec) -> Sequence[Entry]:
         return reward_entries(spec)
     kinds = {"hf": ClassifierEntry, "judge": JudgeEntry, "http": ServiceEntry, "python": FunctionEntry}
     return [kinds[spec.kind](spec)]
-
-
-def _reads_texts(folder: Path) -> bool:
-    """Return whether a folder holds a sequence classifier without eyes."""
-    try:
-        config = read_json_of(folder, "config.json") or {}
-    except CheckpointError:
-        return False  # opening it raises the same error
-    return "vision_config" not in config and "ForSequenceClassification" in str(config.get("architectures"))

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from torch.utils.data import Subset
 
-from vlmrm.batching import ComparisonCollator
+from vlmrm.batching import Batch, ComparisonCollator
 from vlmrm.engine import Engine, ScoredRow
-from vlmrm.errors import CheckpointError, first_line
-from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.choosing import step_of
 from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import limits_of
-from vlmrm.evaluation.scorers.kept_batches import KeptBatches
-from vlmrm.http import hub_answers
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.modeling import LoadedReward, batcher_for, load_checkpoint, load_weights, sequence_limit, template_hash
 from vlmrm.modeling.attention import attention_of
-from vlmrm.modeling.manifest import checkpoint_digest
+from vlmrm.modeling.manifest import checkpoint_digest, hub_snapshot
 from vlmrm.rendering import MediaLimits, Renderer
 
-KEPT_BYTES = 2 << 30  # of batches in memory
+KEPT_BYTES = 2 << 30  # of tensors of batches in memory
 
 
 class CheckpointEntry(Entry):
@@ -54,25 +48,22 @@ class CheckpointEntry(Entry):
             opened = replace(before, loaded=loaded)
         else:
             before = None  # its memory is free before another model is opened
-            loaded = self._load(args)
+            loaded = load_checkpoint(
+                self.folder,
+                dtype=args.dtype,
+                attn_implementation=args.attn_implementation,
+                trust_remote_code=args.trust_remote_code,
+                base_model_path=args.base_model_path,
+                batching=args.batching,
+                check_sight=args.check_sight,
+                check_files=args.check_files,
+            )
             limits = limits_of(args.interventions, compares=False)
             opened = OpenCheckpoint(loaded, engine_for(loaded, run, limits), run, limits)
         if args.vision_cache_dir is not None:
             loaded.model.requires_grad_(False)
             loaded.model.use_vision_cache(args.vision_cache_dir, args.vision_cache_gb)
         return opened
-
-    def _load(self, args: EvaluationArguments) -> LoadedReward:
-        return load_checkpoint(
-            self.folder,
-            dtype=args.dtype,
-            attn_implementation=args.attn_implementation,
-            trust_remote_code=args.trust_remote_code,
-            base_model_path=args.base_model_path,
-            batching=args.batching,
-            check_sight=args.check_sight,
-            check_files=args.check_files,
-        )
 
 
 class HubEntry(CheckpointEntry):
@@ -82,20 +73,10 @@ class HubEntry(CheckpointEntry):
         super().__init__(Path(hub_id))
 
     def digest(self) -> str:
-        return checkpoint_digest(snapshot(self.path))
+        return checkpoint_digest(hub_snapshot(self.path))
 
     def open(self, run: SweepRun) -> OpenCheckpoint:
-        return CheckpointEntry(snapshot(self.path)).open(run)
-
-
-def snapshot(hub_id: str) -> Path:
-    """Return the folder of all files of a repository, which are downloaded once."""
-    try:
-        return Path(snapshot_download(hub_id, local_files_only=not hub_answers()))
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise CheckpointError(
-            f"{hub_id} is no folder here, and cannot be downloaded from the hub ({first_line(error)}): check the name."
-        ) from error
+        return CheckpointEntry(hub_snapshot(self.path)).open(run)
 
 
 @dataclass
@@ -106,7 +87,7 @@ class OpenCheckpoint:
     engine: Engine
     run: SweepRun
     limits: Mapping[str, str]
-    kept: KeptBatches = field(default_factory=lambda: KeptBatches(KEPT_BYTES))
+    kept: dict[Any, list[Batch]] = field(default_factory=dict)  # the first batches of data sets, for all checkpoints
 
     @property
     def interventions(self) -> Mapping[str, Any]:
@@ -114,8 +95,15 @@ class OpenCheckpoint:
 
     @torch.inference_mode()
     def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
-        collate = partial(self.engine.batches, batch_size=batch_size, num_workers=num_workers)
-        for batch in self.kept.batches(dataset, batch_size, collate):
+        kept = self.kept.setdefault(dataset, [])
+        for batch in list(kept):
+            yield from self.engine.score_batch(batch)
+        rest = Subset(dataset, range(min(len(kept) * batch_size, len(dataset)), len(dataset)))
+        room = KEPT_BYTES - _bytes([batch["parts"] for batches in self.kept.values() for batch in batches])
+        for batch in self.engine.batches(rest, batch_size=batch_size, num_workers=num_workers) if len(rest) else ():
+            room -= _bytes(batch["parts"])  # below zero from the first batch that does not fit: there is no gap
+            if room >= 0:
+                kept.append(batch)
             yield from self.engine.score_batch(batch)
 
     def origin(self) -> Origin:
@@ -134,11 +122,16 @@ class OpenCheckpoint:
         self.run.closed[:] = [self]
 
 
-def engine_for(loaded: LoadedReward, run: SweepRun, limits: Mapping[str, str]) -> Engine:
-    """Return the engine of a model, which is shown rows as in its training unless the data keys say otherwise.
+def _bytes(values: Any) -> int:
+    """Return the bytes of the tensors in nested dictionaries and lists."""
+    if isinstance(values, torch.Tensor):
+        return values.nbytes
+    values = list(values.values()) if isinstance(values, dict) else values
+    return sum(map(_bytes, values)) if isinstance(values, list) else 0
 
-    It scores the interventions of the sweep but those of `limits`.
-    """
+
+def engine_for(loaded: LoadedReward, run: SweepRun, limits: Mapping[str, str]) -> Engine:
+    """Return the engine of a model, which is shown rows as in its training unless the data keys say otherwise."""
     args, data_args = run.args, run.data_args.as_trained(loaded.info)
     media_limits = MediaLimits.of(data_args)
     collator = ComparisonCollator(

@@ -143,10 +143,7 @@ class _Classifier(ConversationScorer):
                 return {"type": "image", "image": open_image(part.reference)}
             return {"type": "text", "text": getattr(part, "text", "")}
 
-        return {
-            "role": message.role,
-            "content": [*map(written, message.content)] if self.visual else message.text,
-        }
+        return {"role": message.role, "content": [*map(written, message.content)] if self.visual else message.text}
 
     def _parts(self, inputs: dict[int, Any]) -> list[list[int]]:
         """Return the indices of each forward: texts of similar lengths under the token budget, images one by one.
@@ -158,18 +155,16 @@ class _Classifier(ConversationScorer):
             return [[index] for index in inputs]
         budget = self.args.max_tokens_per_batch or 0
         parts: list[list[int]] = []
-        width = 0
-        for index in sorted(inputs, key=lambda index: -inputs[index]["input_ids"].shape[1]):
-            if not parts or width * (len(parts[-1]) + 1) > budget > 0:
+        lengths = {index: rendered["input_ids"].shape[1] for index, rendered in inputs.items()}
+        for index in sorted(inputs, key=lambda index: -lengths[index]):
+            if not parts or lengths[parts[-1][0]] * (len(parts[-1]) + 1) > budget > 0:
                 parts.append([])
-                width = inputs[index]["input_ids"].shape[1]
             parts[-1].append(index)
         return parts
 
     def _logits(self, inputs: Sequence[Any]) -> list[float]:
-        if len(inputs) == 1:
-            [batch] = inputs
-        else:
+        batch = inputs[0]
+        if len(inputs) > 1:
             rows = [{name: value[0].tolist() for name, value in item.items()} for item in inputs]
             batch = self.tokenizer.pad(rows, padding_side="right", return_tensors="pt")
         logits = self.model(**batch.to(self.model.device)).logits.float()

@@ -34,14 +34,10 @@ class ConversationScorer(ABC):
 
     A row that it cannot score is left out with `bad_rows: skip` (`overlong: drop` for one that is too long), and is
     its error otherwise. An altered row that it cannot score is counted under its intervention.
-
-    Attributes:
-        sees: the kinds of media that it is shown.
-        compares: a score depends on the other answers of the comparison.
     """
 
-    sees: frozenset[str] = frozenset({"image", "video"})
-    compares: bool = False
+    sees: frozenset[str] = frozenset({"image", "video"})  # the kinds of media that it is shown
+    compares: bool = False  # a score depends on the other answers of the comparison
 
     def __init__(self, name: str, run: SweepRun):
         self.name, self.args, self.reading = name, run.args, run.data_args
@@ -119,22 +115,22 @@ class ConversationScorer(ABC):
         unseen = next((medium.kind for medium in media if medium.kind not in self.sees), None)
         if unseen is None:
             return _ConversationGroup.of(conversations), False
-        kind = f"{'an image' if unseen == 'image' else 'a video'}"
+        kind = "an image" if unseen == "image" else "a video"
         if not self.args.scorer_drops_media:
             raise RewardError(
                 f"{self.name} cannot see what row {comparison.id} shows, {kind}: evaluate it on rows without, or "
                 "score the texts alone with scorer_drops_media: true."
             )
-        conversations = [self._without_unseen(conversation) for conversation in conversations]
+        conversations = [
+            Conversation(tuple(Message(m.role, tuple(filter(self._seen, m.content))) for m in conversation.messages))
+            for conversation in conversations
+        ]
         if not all(conversation.answer.content for conversation in conversations):
             raise RewardError(f"{self.name} cannot see an answer of row {comparison.id}, which is {kind} alone.")
         return _ConversationGroup.of(conversations), True
 
-    def _without_unseen(self, conversation: Conversation) -> Conversation:
-        def parts(message: Message) -> Iterator[Part]:
-            return (part for part in message.content if isinstance(part, Text) or part.kind in self.sees)
-
-        return Conversation(tuple(Message(message.role, tuple(parts(message))) for message in conversation.messages))
+    def _seen(self, part: Part) -> bool:
+        return isinstance(part, Text) or part.kind in self.sees
 
     def _ask(self, groups: Sequence[_ConversationGroup]) -> None:
         """Ask for what has not been asked yet."""
@@ -147,15 +143,15 @@ class ConversationScorer(ABC):
             answers = self.score_each(list(missing.values()))
         self._outcomes.update(zip(missing, answers, strict=True))
 
-    def _answer(self, group: _ConversationGroup) -> Compared | RowError:
-        if self.compares:
-            return self._outcomes[group.keys]
-        return compared([self._outcomes[key] for key in group.keys])
-
     def _scored(self, unit: _AskedRow) -> ScoredRow:
         if unit.error is not None:
             return ScoredRow(unit.index, unit.id, error=unit.error)
-        answers = {name: self._answer(group) for name, group in unit.groups.items()}
+        answers: dict[Any, Compared | RowError] = {
+            name: self._outcomes[group.keys]
+            if self.compares
+            else compared(map(self._outcomes.__getitem__, group.keys))
+            for name, group in unit.groups.items()
+        }
         plain = answers.pop(None)
         if isinstance(plain, RowError):
             return ScoredRow(unit.index, unit.id, error=self._dropped(plain, unit.id))
@@ -185,10 +181,14 @@ class ConversationScorer(ABC):
         raise RewardError(f"{self.name} has no score for row {row_id}: {error.reason}.")
 
 
-def compared(scores: Sequence[float | RowError]) -> Compared | RowError:
+def compared(scores: Iterable[float | RowError]) -> Compared | RowError:
     """Return the scores of a comparison's answers, or the error of the first that has none."""
-    failure = next((score for score in scores if isinstance(score, RowError)), None)
-    return failure or Compared([score for score in scores if not isinstance(score, RowError)])
+    found = []
+    for score in scores:
+        if isinstance(score, RowError):
+            return score
+        found.append(score)
+    return Compared(found)
 
 
 def limits_of(interventions: Iterable[str], *, compares: bool) -> dict[str, str]:

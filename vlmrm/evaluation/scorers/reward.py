@@ -1,8 +1,13 @@
-"""`reward:NAME`: a registered reward, pointwise or of groups, with its settings as options or in a YAML file."""
+"""`reward:NAME`: a registered reward, pointwise or of groups, with its settings as options or in a YAML file.
+
+`python:module.function`: a function of a list of conversations that returns a score for each.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -10,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from vlmrm.conversation import Conversation
-from vlmrm.errors import CheckpointError, ConfigError, RewardError, RowError
+from vlmrm.errors import CheckpointError, ConfigError, RewardError, RowError, VlmrmError, first_line
 from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import Compared, ConversationScorer, compared, origin_of
 from vlmrm.evaluation.scorers.spec import SECRETS, Spec
+from vlmrm.imported import imported_function
 from vlmrm.modeling.manifest import checkpoint_digest
 from vlmrm.rewards.contract import GroupwiseRewardModel, RewardArguments
 from vlmrm.rewards.items import reward_items
 from vlmrm.rewards.registry import identity, reward_arguments, reward_model_class
 from vlmrm.rewards.reward_set import FAILURES, Models
 
+logger = logging.getLogger("vlmrm")
 # Published rewards by hub id, whose files no sequence classifier can open.
 PUBLISHED = {
     "openai/clip-vit-large-patch14": "clip",
@@ -100,3 +107,48 @@ class _Reward(ConversationScorer):
             reward_model=str(arguments.reward_model),
             settings=repr(arguments),
         )
+
+
+class FunctionEntry(Entry):
+    """A function of `vlmrm.conversation.Conversation`s, each of which ends with the answer to score."""
+
+    def __init__(self, spec: Spec):
+        spec.take(())
+        module, _, name = spec.body.rpartition(".")
+        super().__init__(f"python:{module}", name, spec.text)
+        if not module:
+            raise ConfigError(f"scorer {spec.text} names no module: write python:module.function.")
+        self.function = imported_function(module, name, f"scorer {spec.text}")
+
+    def digest(self) -> str | None:
+        """Return the digest of the module's source; what it imports may change unnoticed."""
+        try:
+            source = inspect.getsource(inspect.getmodule(self.function) or self.function)
+        except (OSError, TypeError):  # compiled, or written in a notebook
+            return None
+        return hashlib.sha256(source.encode()).hexdigest()
+
+    def open(self, run: SweepRun) -> _Function:
+        return _Function(self, run)
+
+
+class _Function(ConversationScorer):
+    def __init__(self, entry: FunctionEntry, run: SweepRun):
+        super().__init__(entry.path, run)
+        self.entry = entry
+
+    def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
+        try:
+            scores = [float(score) for score in self.entry.function(list(conversations))]
+        except VlmrmError:
+            raise
+        except Exception as error:  # whatever the user's function raises
+            logger.debug("%s", self.name, exc_info=True)
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise RewardError(f"{self.name} failed on {len(conversations)} conversations: {reason}.") from error
+        if len(scores) != len(conversations):
+            raise RewardError(f"{self.name} returned {len(scores)} scores of {len(conversations)} conversations.")
+        return [*scores]
+
+    def origin(self) -> Origin:
+        return origin_of(self.entry.digest(), function=self.entry.path.partition(":")[2])

@@ -131,14 +131,11 @@ class _OtherService(ConversationScorer):
 
     def _score(self, conversation: Conversation) -> float | RowError:
         body, read = _PROTOCOLS[str(self.entry.route)]
+        model = {} if self.entry.model_name is None else {"model": self.entry.model_name}
         try:
-            written = body(conversation)
+            answer = self.servers.post(f"/{self.entry.route}", json_content(body(conversation) | model))
         except RowError as error:
             return error
-        if self.entry.model_name is not None:
-            written["model"] = self.entry.model_name
-        try:
-            answer = self.servers.post(f"/{self.entry.route}", json_content(written))
         except Refused as error:
             return RowError(str(error))
         try:
@@ -164,12 +161,6 @@ def _score(conversation: Conversation) -> dict[str, Any]:
     return {"text_1": sides[0], "text_2": sides[1], "use_activation": False}
 
 
-def _query(conversation: Conversation) -> dict[str, Any]:
-    """Return a request for the reward of a conversation in ChatML."""
-    text, _, _ = write_text(conversation)
-    return {"query": [text]}
-
-
 def _one_class(answer: Any) -> float:
     [data] = answer["data"]
     if len(data["probs"]) != 1:
@@ -180,5 +171,5 @@ def _one_class(answer: Any) -> float:
 _PROTOCOLS: dict[str, tuple[Callable[[Conversation], dict[str, Any]], Callable[[Any], Any]]] = {
     "classify": (classify_body, _one_class),
     "score": (_score, lambda answer: answer["data"][0]["score"]),
-    "get_reward": (_query, lambda answer: answer["rewards"][0]),
+    "get_reward": (lambda conversation: {"query": [write_text(conversation)[0]]}, lambda answer: answer["rewards"][0]),
 }

@@ -27,19 +27,12 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Spec:
-    """One scorer as it was written.
+    """One scorer as it was written."""
 
-    Attributes:
-        kind: a key of `FORMS`, `http`, or `checkpoint` for a folder or hub id of ours.
-        body: what stands between the kind and the options.
-        options: the values after `?`.
-        text: all of it, without the credentials of an address.
-    """
-
-    kind: str
-    body: str
-    options: Mapping[str, str]
-    text: str
+    kind: str  # a key of `FORMS`, `http`, or `checkpoint` for a folder or hub id of ours
+    body: str  # what stands between the kind and the options
+    options: Mapping[str, str]  # the values after `?`
+    text: str  # all of it, without the credentials of an address
 
     @property
     def suffix(self) -> str:

@@ -7,9 +7,8 @@ import pytest
 from pair_frames import pair_frame
 from scipy.stats import norm
 
-from vlmrm.evaluation.choosing import Criterion
+from vlmrm.evaluation.choosing import Criterion, contributions, without_luck
 from vlmrm.measures.intervals import Correlation, Mean
-from vlmrm.measures.selection import contributions, without_luck
 
 ABILITIES = {
     "40 equal": np.full(40, 0.75),
