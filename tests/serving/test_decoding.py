@@ -89,7 +89,7 @@ async def test_rewards_get_videos_and_each_is_decoded_once(vae_folder):
         ]
         found = []
         for name in ("frames", "frames too"):
-            status = await service.wait(name, await service.submit(name, items), 600)
+            status = await service.backend.wait(await service.submit(name, items), 600)
             found.append(status.outcomes)
     first, second = found
     assert [one.score for one in first] == [5, None, 7]
@@ -104,7 +104,7 @@ async def test_latents_fail_where_the_decoder_cannot_be_loaded(tmp_path):
     arguments = decode_args(model_path=str(tmp_path), timeout=0.1)
     async with running(fake("frames", "fake_reward.Frames"), decode_args=arguments) as (service, _):
         item = {"prompt": "a", "latents": {"npy": npy(latents_of())}}
-        status = await service.wait("frames", await service.submit("frames", [item]), 600)
+        status = await service.backend.wait(await service.submit("frames", [item]), 600)
     assert status.outcomes == [Outcome(error="its latents cannot be decoded: the decoder cannot be loaded")]
 
 
