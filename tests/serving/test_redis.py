@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import redis.exceptions
 from redis_server import RedisServer
-from services import ATTENTIVE, TALKATIVE, Gate, eventually, fake, in_loop, queued, rewards, running, settings_of
+from services import ATTENTIVE, TALKATIVE, eventually, fake, in_loop, rewards, running, settings_of
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import ConfigError
@@ -398,21 +398,6 @@ async def test_a_reward_that_loads_nowhere_is_refused(redis_server):
         await eventually(lambda: api.health("broken").failing)
         assert "FileNotFoundError" in (await client.get("/ready")).json()["rewards"]["broken"]["errors"][0]
         assert (await rewards(client, "a")).status_code == 503
-
-
-@in_loop
-async def test_what_waits_for_a_reward_that_will_load_nowhere_is_failed(redis_server, tmp_path):
-    gate, shared = Gate(tmp_path), redis_server.settings
-    wrong = fake("wrong", "fake_reward.Misconfigured", options={"prompt": gate.prompt})
-    api_process = running(wrong, workers=False, **shared, limits=ATTENTIVE)
-    async with api_process as (api, client), running(wrong, **shared, limits={"silence": 10.0}):
-        await gate.reached()
-        waiting = asyncio.create_task(rewards(client, "a"))
-        await queued(api, 1, "wrong")
-        gate.open()
-        failed = await waiting
-        assert failed.status_code == 500 and "device is cuda:9" in failed.json()["error"]["message"]
-        assert await api.backend.depth("wrong") == (0, 0)
 
 
 @in_loop
