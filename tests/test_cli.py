@@ -80,7 +80,7 @@ def test_ctrl_c_is_said_with_a_status_of_its_own(words, monkeypatch, capsys):
     for name in (
         "vlmrm.commands.demo.run_demo",
         "vlmrm_robots.policies.demo.run_demo",
-        "vlmrm.serving.environments.prepare",
+        "vlmrm.serving.worker_spec.prepare",
     ):
         monkeypatch.setattr(name, interrupted)
     with pytest.raises(SystemExit) as ended:

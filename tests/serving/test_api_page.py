@@ -13,7 +13,7 @@ import httpx2 as httpx
 import pytest
 from services import fake, in_loop, running, served
 
-from vlmrm.serving.pages import example_call
+from vlmrm.serving.app import example_call
 
 CHARACTERS = fake("people", "fake_reward.Characters")
 

@@ -478,10 +478,8 @@ async def test_what_processes_say_of_themselves_is_known(backends):
         await backend.announce("one", {"rewards": {}}, 600)
         await backend.announce("two", {"rewards": {"length": {"ready": 1}}}, 600)
         await backend.announce("one", {"rewards": {"ü": 1}}, 600)
-        assert await backend.announcements() == {
-            "one": {"rewards": {"ü": 1}},
-            "two": {"rewards": {"length": {"ready": 1}}},
-        }
+        both = {"one": {"rewards": {"ü": 1}}, "two": {"rewards": {"length": {"ready": 1}}}}
+        assert await backend.announcements() == (both if backend.persistent else {})  # alone there is no other
 
 
 @in_loop

@@ -152,7 +152,7 @@ GONE = {"type": "http.disconnect"}
 
 @in_loop
 async def test_a_body_that_stalls_is_a_timeout(monkeypatch):
-    monkeypatch.setattr("vlmrm.serving.bodies.IDLE_S", 0.05)
+    monkeypatch.setattr("vlmrm.serving.middleware.IDLE_S", 0.05)
     async with running() as (_, client):
         begin, _ = await sent(client._transport.app, [PIECE])
         assert begin["status"] == 408

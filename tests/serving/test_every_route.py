@@ -86,7 +86,7 @@ def attached(conversation: Conversation) -> Conversation:
     """As the client of the service sends it, with its media as files of a form, and the service takes it."""
     item, files = _encode_item(conversation, EncodedMedia(), None)
     intake = MediaResolver(Limits(), None).with_attachments(files)
-    return intake.conversation(read_conversation(json.loads(item)["messages"]))
+    return read_item(intake.item(read_conversation(json.loads(item)["messages"])))
 
 
 def of_columns(conversation: Conversation) -> Conversation:

@@ -12,7 +12,7 @@ from vlmrm.conversation import Outcome
 from vlmrm.formats.wire import Item
 from vlmrm.serving import replica
 from vlmrm.serving.backend import Job
-from vlmrm.serving.cost import count_prefixes, estimate_tokens
+from vlmrm.serving.media import count_prefixes, estimate_tokens
 from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica
 from vlmrm.serving.settings import Limits

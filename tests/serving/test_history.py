@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from vlmrm.serving import history as module
-from vlmrm.serving.history import MINUTES, History
+from vlmrm.serving import telemetry as module
+from vlmrm.serving.telemetry import MINUTES, History
 
 
 @pytest.fixture
@@ -35,9 +35,10 @@ def test_each_minute_has_its_own_and_the_hour_forgets(at):
     for minute, seconds in ((100, 4.0), (130, 0.5), (131, 0.1)):
         at(minute)
         history.record_request("people", seconds)
-        history.record_items("people", minute)
+        history.minute("people").items += minute
         for jobs in (3, 7, 2):
-            history.record_waiting("people", jobs)
+            now = history.minute("people")
+            now.waiting = max(now.waiting, jobs)
     at(130 + MINUTES - 1)  # the first has left, the second is the oldest
     hour = history.hour("people")
     assert hour["items"] == [130, 131, *[0] * 58] and hour["requests"] == [1, 1, *[0] * 58]

@@ -8,8 +8,7 @@ import signal
 import pytest
 from services import eventually, fake, in_loop, rewards, running
 
-from vlmrm.serving.backend import process_name
-from vlmrm.serving.health import WorkerRegistry
+from vlmrm.serving.replica import WorkerRegistry
 from vlmrm.serving.worker_process import WorkerProcess
 
 SOON = {"silence": 1.0}
@@ -43,10 +42,14 @@ async def test_a_loop_goes_on_after_an_error_and_the_service_says_what_is_broken
 
 
 @in_loop
-async def test_what_processes_of_another_version_announce_is_read():
+async def test_what_processes_of_another_version_announce_is_read(monkeypatch):
     async with running(limits=SOON) as (service, _):
         await eventually(lambda: service.health("length").ready)
-        await service.backend.announce(process_name(), {"length": {"workers": 1, "ready": 1, "is_new": True}}, 60)
+
+        async def announced():
+            return {"another": {"length": {"workers": 1, "ready": 1, "is_new": True}}}
+
+        monkeypatch.setattr(service.backend, "announcements", announced)
         await eventually(lambda: service.health("length").ready == 2)
         assert not service.errors
 

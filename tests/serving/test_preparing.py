@@ -9,9 +9,8 @@ import pytest
 from vlmrm.cli import app
 from vlmrm.errors import ConfigError
 from vlmrm.rewards import reward_model_class
-from vlmrm.serving.environments import prepare
 from vlmrm.serving.settings import load_settings
-from vlmrm.serving.worker_spec import worker_spec
+from vlmrm.serving.worker_spec import prepare, worker_spec
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "service.toml"
 

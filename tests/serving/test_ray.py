@@ -103,7 +103,7 @@ async def test_what_a_node_refuses_is_said_in_a_sentence(cluster, tmp_path, monk
     here = vlmrm.__version__
     monkeypatch.setattr("vlmrm.__version__", "0.0.9")
     async with running(ray_address=cluster.address, **PLACE) as (service, client):
-        await eventually(lambda: service.health("length").lost)
+        await eventually(lambda: service.replicas["length"][0].lost)
         answer = await rewards(client, "a")
     assert answer.status_code == 503
     [error] = service.health("length").errors

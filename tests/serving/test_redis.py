@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import redis.exceptions
 from redis_server import RedisServer
-from services import ATTENTIVE, TALKATIVE, Gate, eventually, fake, in_loop, queued, rewards, running, settings_of
+from services import ATTENTIVE, TALKATIVE, eventually, fake, in_loop, rewards, running, settings_of
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import ConfigError
-from vlmrm.serving import redis_backend, redis_connection
+from vlmrm.serving import redis_backend
 from vlmrm.serving.backend import Job, Overloaded, QueueAway, State
 from vlmrm.serving.redis_backend import RedisBackend
 from vlmrm.serving.server import serve
@@ -117,20 +117,20 @@ async def test_what_a_silent_process_had_is_queued_for_others(redis_server):
 async def test_who_works_long_says_so_and_keeps_what_it_has(redis_server):
     minute = 60.0
     async with queues(2, redis_server.settings, silence=0.2) as (one, other):
-        one._connection.last_failure = math.inf  # so that it looks for nobody else who is silent
+        one._last_failure = math.inf  # so that it looks for nobody else who is silent
         job_id = await one.put(job("a"))
         [held] = await one.take("length", 1000)
-        client, running = redis_server.client(), f"{one._connection.prefix}:running:length"
+        client, running = redis_server.client(), f"{one._prefix}:running:length"
         client.zadd(running, {held.id: 0.0})  # nothing was heard of it for years
         await eventually(lambda: bool(client.zscore(running, held.id)))
-        found = await other._connection.run("reclaim", "length", minute, "", 2, "", "", 1000, patience=None)
+        found = await other._run("reclaim", "length", minute, "", 2, "", "", 1000, patience=None)
         assert found == 0 and (await other.status(job_id)).state is State.running
 
 
 @in_loop
 async def test_an_answer_that_is_lost_loses_no_job(redis_server, monkeypatch):
     async with queues(1, redis_server.settings) as (queue,):
-        whole, lost = queue._connection._script, []
+        whole, lost = queue._script, []
 
         async def losing(keys: Any, arguments: Any) -> Any:
             answer = await whole(keys, arguments)
@@ -139,7 +139,7 @@ async def test_an_answer_that_is_lost_loses_no_job(redis_server, monkeypatch):
                 raise redis.exceptions.ConnectionError("reset by peer")
             return answer
 
-        monkeypatch.setattr(queue._connection, "_script", losing)
+        monkeypatch.setattr(queue, "_script", losing)
         first = await queue.put(job("a"))
         assert await queue.depth("length") == (1, job("a").size)
         [taken] = await queue.take("length", 1000)
@@ -154,7 +154,7 @@ async def test_an_answer_that_is_lost_loses_no_job(redis_server, monkeypatch):
 
 @in_loop
 async def test_an_outage_of_thousands_of_tries_is_outlived(redis_server, monkeypatch):
-    monkeypatch.setattr(redis_connection, "BACKOFF_S", (0.0, 0.0))
+    monkeypatch.setattr(redis_backend, "BACKOFF_S", (0.0, 0.0))
     tries = iter(range(2000))
 
     async def call() -> str:
@@ -163,7 +163,7 @@ async def test_an_outage_of_thousands_of_tries_is_outlived(redis_server, monkeyp
         return "there"
 
     async with queues(1, redis_server.settings) as (queue,):
-        assert await queue._connection.retry(call, None) == "there"
+        assert await queue._retry(call, None) == "there"
 
 
 @in_loop
@@ -401,21 +401,6 @@ async def test_a_reward_that_loads_nowhere_is_refused(redis_server):
 
 
 @in_loop
-async def test_what_waits_for_a_reward_that_will_load_nowhere_is_failed(redis_server, tmp_path):
-    gate, shared = Gate(tmp_path), redis_server.settings
-    wrong = fake("wrong", "fake_reward.Misconfigured", options={"prompt": gate.prompt})
-    api_process = running(wrong, workers=False, **shared, limits=ATTENTIVE)
-    async with api_process as (api, client), running(wrong, **shared, limits={"silence": 10.0}):
-        await gate.reached()
-        waiting = asyncio.create_task(rewards(client, "a"))
-        await queued(api, 1, "wrong")
-        gate.open()
-        failed = await waiting
-        assert failed.status_code == 500 and "device is cuda:9" in failed.json()["error"]["message"]
-        assert await api.backend.depth("wrong") == (0, 0)
-
-
-@in_loop
 async def test_a_result_that_is_not_to_be_kept_is_read_by_who_waits_for_it(redis_server):
     async with running(**redis_server.settings, limits={"result_ttl": 0}) as (_, client):
         answer = await rewards(client, "aaa", timeout=20)
@@ -440,5 +425,5 @@ def test_settings_of_redis_reach_its_connection():
     settings = settings_of(fake(), redis_host="redis.internal", redis_port=7000, redis_password="p")
     queue = Service(settings, workers=False).backend
     assert isinstance(queue, RedisBackend)
-    given = queue._connection.client.connection_pool.connection_kwargs
+    given = queue._client.connection_pool.connection_kwargs
     assert (given["host"], given["port"], given["password"]) == ("redis.internal", 7000, "p")

@@ -290,7 +290,7 @@ def test_videos_are_demuxed_beside_the_event_loop(monkeypatch):
         threads.append(threading.current_thread())
         return 0
 
-    monkeypatch.setattr("vlmrm.serving.cost.video_pixels", counted)
+    monkeypatch.setattr("vlmrm.serving.media.video_pixels", counted)
     service = Service(settings_of(fake("any")))
     for item in (video_item(CLIP), {"prompt": "a", "condition_videos": [{"bytes": CLIP}]}):
         asyncio.run(service.job("any", [item]))

@@ -165,7 +165,7 @@ def test_a_reward_that_reads_no_answer_refuses_it_by_name():
 
 
 def test_a_worker_takes_no_unknown_key_for_a_score_or_an_error():
-    score = import_module("vlmrm.serving.worker.__main__").score
+    score = import_module("vlmrm.serving.worker.__main__").run
     message = {"id": 1, "items": [{}]}
     [good] = score(lambda items: [{"score": 1, "extra": {"error": "?"}}], message, [{}], set())["outcomes"]
     assert good == {"score": 1.0, "extra": {"error": "?"}}

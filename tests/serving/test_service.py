@@ -333,7 +333,7 @@ async def test_results_that_nobody_fetched_before_the_end_are_told_of(caplog):
         await service.drain(0.01, fetched=True)
         assert "the results of 1 requests to length are lost" in caplog.text
         caplog.clear()
-        await service.wait("length", job_id, 1)
+        await service.backend.wait(job_id, 1)
         await service.drain(600, fetched=True)
         assert "lost" not in caplog.text
 
@@ -353,11 +353,9 @@ async def test_a_request_that_no_queue_would_hold_is_not_told_to_come_again():
 
 @in_loop
 async def test_figures_that_are_asked_for_twice_at_once_are_whole(monkeypatch):
-    async def nothing(self) -> None:
-        pass
-
-    monkeypatch.setattr(Service, "_watch_queues", nothing)  # nobody else asks for depths
+    monkeypatch.setattr("vlmrm.serving.service.WATCHED_S", 600)  # nobody else asks for depths
     async with running(fake("one"), fake("two")) as (service, client):
+        await asyncio.sleep(0.1)
         depth, asked, second, answered = service.backend.depth, [], asyncio.Event(), asyncio.Event()
 
         async def gated(name: str) -> tuple[int, int]:

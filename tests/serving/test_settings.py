@@ -39,7 +39,7 @@ def written(tmp_path):
         (f"token = ['secret']\n{REWARD}", "token: "),
         (f"host = '0.0.0.0'\n{REWARD}", "without a token: set VLMRM_TOKEN."),
         (f"{REWARD}dtype = 'half'", "reward_args.0: dtype is 'half': choose from auto, bfloat16"),
-        (f"{REWARD}[decode_args]\nmodel_path = 'x'\ndtype = 'half'", "decode_args: dtype is 'half': choose from bf"),
+        (f"{REWARD}[decode_args]\nmodel_path = 'x'\ndtype = 'half'", "decode_args.dtype: dtype is 'half': choose"),
         (f"token = 'secret€'\n{REWARD}", "token: no header carries it"),
         (f"token = 'secret '\n{REWARD}", "token: no header carries it"),
         (f"{REWARD}token = ' secret'", "reward_args.0.token: no header carries it"),

@@ -46,7 +46,7 @@ async def test_several_rewards_fetch_an_image_once(monkeypatch):
         fetched.append(remote)
         return {"bytes": png()}
 
-    monkeypatch.setattr("vlmrm.serving.fetch.Fetcher.image", fetch)
+    monkeypatch.setattr("vlmrm.serving.media.Fetcher.image", fetch)
     sizes = [fake(name, "fake_reward.ImageBytes") for name in ("one", "two")]
     item = {"prompt": "a", "image": "http://pictures.test/a.png"}
     async with running(*sizes, allowed_hosts=["pictures.test"]) as (_, client):

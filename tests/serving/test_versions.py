@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import shutil
 import signal
@@ -20,8 +19,6 @@ from vlmrm import load_scorer
 from vlmrm.errors import RewardError
 from vlmrm.modeling import write_complete
 from vlmrm.scoring.remote import AsyncRemoteScorer
-from vlmrm.serving.backend import QueueAway
-from vlmrm.serving.worker_process import WorkerDied
 from vlmrm.serving.worker_spec import DIGITS
 
 ADMIN = {"Authorization": "Bearer operator"}
@@ -116,23 +113,6 @@ async def test_a_model_that_cannot_be_loaded_leaves_the_old_one(tmp_path):
         wrong = ({"shadows": 1}, {"beside": False}, {"model": 3}, {"model": ""}, {"max_difference": 0.5})
         for body in wrong:
             assert (await put(client, **{"model": broken, **body})).status_code == 422
-
-
-@in_loop
-async def test_replicas_that_were_not_all_changed_have_the_wanted_model_again(tmp_path, monkeypatch):
-    async with serving(tmp_path, replicas=2, limits=ATTENTIVE) as (service, client):
-        before = service.health("weights").revisions
-        _, second = service.replicas["weights"]
-
-        async def fail(candidate):
-            raise WorkerDied("has ended")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(second, "switch", fail)
-            refused = await put(client, model(tmp_path / "models", "two", 2.0))
-        assert refused.status_code == 409 and "is not put in place: it has ended" in refused.text
-        await eventually(lambda: service.health("weights").revisions == before)
-        assert service.health("weights").ready == 2 and score_of(await ask(client)) == 1
 
 
 @in_loop
@@ -240,6 +220,16 @@ async def test_who_may_change_a_model_and_to_which(tmp_path):
     async with running() as (_, client):
         answer = await client.put("/v1/rewards/length/model", json={"model": "x"})
         assert answer.status_code == 403 and "VLMRM_ADMIN_TOKEN" in answer.text
+
+
+@in_loop
+async def test_a_process_without_workers_changes_nothing(tmp_path):
+    async with serving(tmp_path, workers=False) as (_, client):
+        two = model(tmp_path / "models", "two", 2.0)
+        for refused in (await put(client, two), await client.post("/v1/rewards/weights/sleep", headers=ADMIN)):
+            assert refused.status_code == 409 and "no workers in this process: ask one that has" in refused.text
+        state = (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json()
+        assert state["model"].endswith("one") and state["revisions"] == []
 
 
 @in_loop
@@ -358,23 +348,6 @@ async def test_a_worker_that_dies_in_its_sleep_takes_no_memory_until_it_is_woken
 
 
 @in_loop
-async def test_a_service_that_has_what_is_wanted_leaves_its_workers_alone(tmp_path, monkeypatch):
-    async with serving(tmp_path, limits={"silence": 5.0}) as (service, client):
-        versions, rounds = service.versions["weights"], []
-        refresh = versions._refresh
-
-        async def counted():
-            rounds.append(1)
-            await refresh()
-
-        monkeypatch.setattr(versions, "_refresh", counted)
-        [replica] = service.replicas["weights"]
-        monkeypatch.setattr(replica, "_run_turns", None)  # would raise
-        await eventually(lambda: len(rounds) > 2)
-        assert score_of(await ask(client)) == 1 and not replica.restarts and not service.errors
-
-
-@in_loop
 async def test_a_change_that_is_under_way_when_the_service_stops_leaves_no_worker(tmp_path):
     gate = Gate(tmp_path)
     async with serving(tmp_path) as (_, client):
@@ -393,114 +366,6 @@ async def test_what_runs_when_a_reward_shall_sleep_is_finished_first(tmp_path):
         await eventually(lambda: service.replicas["weights"][0]._turns)
         gate.open()
         assert score_of(await running_job) == 1 and (await sleep).json()["asleep"]
-
-
-@in_loop
-async def test_processes_that_share_a_queue_follow(redis_server, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    shared = {"limits": {"silence": 4.0}, **redis_server.settings}
-    two = model(tmp_path / "models", "two", 2.0)
-    reward = fake("weights", "fake_reward.Weights", model_path=str(tmp_path / "models" / "one"))
-    async with serving(tmp_path, workers=False, **shared) as (api, client):
-        async with running(reward, **shared):
-            assert score_of(await ask(client)) == 1
-            assert (await put(client, two)).status_code == 202  # nothing is proved yet
-            await eventually(lambda: api.health("weights").info.get("model") == "two")
-            assert score_of(await ask(client)) == 2
-            # Another process that answers, and starts late, says and does the same.
-            async with serving(tmp_path, workers=False, configured=reward, **shared) as (late, other):
-                await eventually(late.versions["weights"].begun.is_set)
-                for one in (client, other):
-                    await eventually(lambda one=one: is_settled(one))
-                    state = await state_of(one)
-                    assert (state["model"], state["previous"]) == (two, reward["model_path"])
-                assert (await other.post("/v1/rewards/weights/rollback", headers=ADMIN)).status_code == 202
-                await eventually(lambda: api.health("weights").info.get("model") == "one")
-                assert score_of(await ask(client, "b")) == 1
-                assert (await other.post("/v1/rewards/weights/rollback", headers=ADMIN)).status_code == 202
-                await eventually(lambda: api.health("weights").info.get("model") == "two")
-                assert (await other.post("/v1/rewards/weights/sleep", headers=ADMIN)).status_code == 202
-            await eventually(lambda: api.health("weights").asleep)
-        async with running(reward, **shared) as (host, _):  # begins with what is wanted, and not as configured
-            waiting = asyncio.create_task(ask(client, "c"))
-            await eventually(lambda: host.health("weights").asleep)
-            assert host.replicas["weights"][0].process_id is None  # nothing is loaded, to be put asleep
-            assert "weights begins with the model two, which was wanted last" in caplog.messages
-            assert (await client.post("/v1/rewards/weights/wake", headers=ADMIN)).status_code == 202
-            assert score_of(await waiting) == 2
-
-
-@in_loop
-async def test_a_configuration_that_was_changed_since_counts_more_than_what_was_wanted(redis_server, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    shared = redis_server.settings
-    async with serving(tmp_path, **shared) as (_, client):
-        assert (await put(client, model(tmp_path / "models", "two", 2.0))).status_code == 200
-    three = fake("weights", "fake_reward.Weights", model_path=model(tmp_path / "models", "three", 3.0))
-    async with serving(tmp_path, configured=three, **shared) as (_, client):
-        assert score_of(await ask(client)) == 3
-    assert "weights begins as configured, which is not as it was when two was wanted" in caplog.messages
-
-
-async def state_of(client) -> dict[str, Any]:
-    return (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json()
-
-
-async def is_settled(client) -> bool:
-    state = await state_of(client)
-    return not state["changing"] and state["error"] is None
-
-
-@in_loop
-async def test_a_model_that_others_refuse_is_served_once_they_can_load_it(redis_server, tmp_path, monkeypatch):
-    monkeypatch.setattr("vlmrm.serving.versions.RETRY_S", (0.5, 0.5))
-    shared = {"limits": {"silence": 4.0}, **redis_server.settings}
-    broken = model(tmp_path / "models", "broken", 0.0)
-    weights = Path(broken) / "model.safetensors"
-    weights.write_text("no number")
-    async with serving(tmp_path, workers=False, **shared) as (api, client):
-        reward = fake("weights", "fake_reward.Weights", model_path=str(tmp_path / "models" / "one"))
-        async with running(reward, **shared):
-            assert score_of(await ask(client)) == 1
-            assert (await put(client, broken)).status_code == 202
-            await eventually(lambda: api.health("weights").errors)
-            assert "could not convert string" in (await state_of(client))["error"]
-            assert score_of(await ask(client, "b")) == 1
-        async with running(reward, **shared):  # begins with what served last
-            assert score_of(await ask(client, "c")) == 1
-            weights.write_text("5")
-            await eventually(lambda: api.health("weights").info.get("model") == "broken")
-            assert score_of(await ask(client, "d")) == 5
-            await eventually(lambda: is_settled(client))
-
-
-@in_loop
-async def test_a_change_that_the_queue_does_not_know_of_is_told_once_it_is_back(redis_server, tmp_path, monkeypatch):
-    shared = {"limits": ATTENTIVE, **redis_server.settings}
-    async with serving(tmp_path, **shared) as (service, client):
-
-        async def away(*_) -> None:
-            raise QueueAway("the queue cannot be reached")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(service.backend, "save_record", away)
-            state = (await put(client, model(tmp_path / "models", "two", 2.0))).json()
-            assert state["model"].endswith("two") and "other processes do not know" in state["error"]
-            assert score_of(await ask(client)) == 2
-        await eventually(lambda: is_settled(client))
-        assert (await service.backend.load_record("model:weights"))["model"].endswith("two")
-        assert score_of(await ask(client)) == 2
-
-
-@in_loop
-async def test_what_no_process_can_follow_is_said_and_nothing_ends(redis_server, tmp_path):
-    async with serving(tmp_path, limits=ATTENTIVE, **redis_server.settings) as (service, client):
-        await service.backend.save_record("model:weights", {"configured": service.rewards["weights"].model_path}, 60)
-        await eventually(lambda: service.errors)
-        ready = (await client.get("/ready")).json()
-        assert ready["errors"][0].startswith("following which model of weights is wanted fails (TypeError)")
-        assert score_of(await ask(client)) == 1
-        assert (await put(client, service.rewards["weights"].model_path)).status_code == 500
 
 
 @in_loop

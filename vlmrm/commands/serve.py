@@ -83,6 +83,6 @@ def prepare(*, config: Path) -> None:
     Args:
         config: The TOML file of the service.
     """
-    from vlmrm.serving.environments import prepare
+    from vlmrm.serving.worker_spec import prepare
 
     prepare(config, say)

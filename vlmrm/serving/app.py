@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import pickle
+import re
+import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from jinja2 import Environment, FileSystemLoader
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 import vlmrm
-from vlmrm.serving.admin import router as operators
-from vlmrm.serving.bodies import BodyMiddleware
 from vlmrm.serving.errors import add_error_handlers, error_responses
 from vlmrm.serving.gateway import Gateway, gateway_of
-from vlmrm.serving.middleware import QUIET, RequestMiddleware
-from vlmrm.serving.pages import api_document, api_page, status_page
+from vlmrm.serving.middleware import OPERATORS, QUIET, RequestMiddleware
 from vlmrm.serving.protocols import routers
-from vlmrm.serving.protocols.cosmos.router import RESULTS
+from vlmrm.serving.protocols.cosmos import RESULTS
 from vlmrm.serving.service import Service
-from vlmrm.serving.tokens import token_of
+from vlmrm.serving.strict_json import StrictRoute
+from vlmrm.serving.versions import ModelRequest, ModelState, Versions
 
 DRAIN_S = 30.0  # for accepted jobs, under a server that has not drained the service itself
 
 
 def create_app(service: Service, *, requests: bool = True) -> FastAPI:
-    """Return the application; its lifespan starts the service's workers, and finally drains and stops them.
-
-    Args:
-        requests: False leaves out the routes of the protocols, for a worker host.
-    """
+    """Return the application, whose lifespan runs the service; without `requests` it has no protocols."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -58,15 +60,7 @@ def create_app(service: Service, *, requests: bool = True) -> FastAPI:
         },
     )
     app.state.gateway = Gateway(service)
-    # The middleware that is added last is the outermost.
-    app.add_middleware(
-        BodyMiddleware,
-        limits=service.settings.limits,
-        scheduler=app.state.gateway.scheduler,
-        metrics=service.metrics,
-        results=(RESULTS,),
-    )
-    app.add_middleware(RequestMiddleware, service=service)
+    app.add_middleware(RequestMiddleware, gateway=app.state.gateway, results=(RESULTS,))
     add_error_handlers(app)
     app.include_router(router)
     app.include_router(operators)
@@ -81,15 +75,12 @@ router = APIRouter()
 @router.get("/", include_in_schema=False)
 async def page(request: Request) -> HTMLResponse:
     """Show `GET /v1/status` as a page, with a form to try a reward."""
-    return status_page(gateway_of(request).authorized_rewards(request))
+    return html_response(render("status.html.jinja", rewards=gateway_of(request).authorized_rewards(request)))
 
 
 @router.get("/v1/status", responses=error_responses(401))
 async def status(request: Request) -> dict[str, Any]:
-    """Return workers, queue, last hour and recent failures of the rewards that the token opens.
-
-    Requests, latencies (in seconds) and failures are those of this process.
-    """
+    """Return workers, queue, last hour and recent failures, in this process, of the rewards that the token opens."""
     gateway = gateway_of(request)
     service, names = gateway.service, gateway.authorized_rewards(request)
     rewards = []
@@ -122,13 +113,10 @@ async def health() -> dict[str, str]:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses={503: {"description": "A reward has no ready worker, or the service is stopping."}})
 async def ready(request: Request) -> JSONResponse:
-    """Answer whether every reward can be computed, else 503; needs no token, but without it the errors are left out.
-
-    A decoder that is not loaded is reported and changes nothing: only latents need it.
-    """
+    """Answer whether every reward can be computed, else 503; without a token the errors are left out."""
     gateway = gateway_of(request)
     service = gateway.service
-    fields = ("ready", "workers", "errors") if gateway.is_authorized(request) else ("ready", "workers")
+    fields = ("ready", "workers", "errors") if request.state.access.service else ("ready", "workers")
     healths = {name: asdict(service.health(name)) for name in service.rewards}
     rewards = {name: {key: values[key] for key in fields} for name, values in healths.items()}
     queue = service.registry.error
@@ -172,4 +160,158 @@ async def docs(request: Request) -> HTMLResponse:
     [reward, *_] = gateway_of(request).authorized_rewards(request)
     url = str(request.base_url.replace(username=None, password=None)).rstrip("/")
     several = len(gateway_of(request).service.rewards) > 1
-    return api_page(request.app, url, reward, several=several, guarded=bool(token_of(request)))
+    return html_response(api_html(request.app, url, reward, several, bool(request.state.access.token)))
+
+
+# Operators -----------------------------------------------------------------------------------------------------------
+
+operators = APIRouter(
+    route_class=StrictRoute, prefix=OPERATORS + "{name}", tags=["operators"], responses=error_responses()
+)
+
+
+@operators.get("/model")
+async def model(name: str, request: Request) -> ModelState:
+    """Return which model computes the reward, and which one did before."""
+    return _versions(request, name).state()
+
+
+@operators.put("/model")
+async def change_model(name: str, body: ModelRequest, request: Request) -> ModelState:
+    """Load another model, and have it compute the reward in this process; on any failure the old one goes on."""
+    return await _changed(_versions(request, name).change(body.model), request, name)
+
+
+@operators.post("/rollback")
+async def roll_back(name: str, request: Request) -> ModelState:
+    """Have the previous model compute the reward again, if its files are as they were."""
+    return await _changed(_versions(request, name).roll_back(), request, name)
+
+
+@operators.post("/sleep")
+async def sleep(name: str, request: Request) -> ModelState:
+    """Free the accelerator's memory of the reward's workers; requests wait until it is woken."""
+    return await _changed(_versions(request, name).sleep(True), request, name)
+
+
+@operators.post("/wake")
+async def wake(name: str, request: Request) -> ModelState:
+    """Bring the weights back, and go on."""
+    return await _changed(_versions(request, name).sleep(False), request, name)
+
+
+def _versions(request: Request, name: str) -> Versions:
+    service = gateway_of(request).service
+    return service.versions[service.reward(name).name]
+
+
+async def _changed(work: Awaitable[None], request: Request, name: str) -> ModelState:
+    await work
+    return _versions(request, name).state()
+
+
+# Pages ---------------------------------------------------------------------------------------------------------------
+
+TEMPLATES = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+# Only the page's own scripts and styles run, and they may connect to the service only.
+POLICY = (
+    "default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+NONCE = "of this answer"  # in the templates' output, which is kept
+
+TALK = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]
+RENDERED = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+RANKED = {"query": "2 + 2?", "documents": ["4", "5"]}
+SQUARE = "iVBORw0KGgoAAAANSUhEUgAAACAAAAAgAQAAAABbAUdZAAAAEUlEQVR42mP8z8DAwMQwaAkAswEBP25AfJYAAAAASUVORK5CYII="
+PICKLE = base64.b64encode(pickle.dumps({"images": [base64.b64decode(SQUARE)], "prompts": ["a square"]}, 4)).decode()
+HEADER = b"{'descr': '|u1', 'fortran_order': False, 'shape': (1, 4, 4, 3)}\n"
+NPY = base64.b64encode(b"\x93NUMPY\x01\x00" + bytes([len(HEADER), 0]) + HEADER + bytes(4 * 4 * 3)).decode()
+TENSOR = '{"prompts": ["a square"], "reward_fn": {"NAME": 1}, "media_type": "image"}'
+# Bodies of requests by the end of their route; of those that are no JSON, a command in which CALL is curl's.
+EXAMPLES: dict[str, Any] = {
+    "/v1/rewards": {
+        "model": "NAME",
+        "transform": "zscore",
+        "items": [{"group": 1, "prompt": "2 + 2?", "response": "4"}],
+    },
+    "/compute": {"prompt": ["a square"], "image": [SQUARE]},
+    "/get_reward": {"query": ["2 + 2?4"], "prompts": ["2 + 2?"], "labels": [{"prompt": "2 + 2?"}]},
+    "/v1/score/evaluation": {"messages": [RENDERED]},
+    "/remote_rm": {"prompt": "2 + 2?", "response": "4", "label": None},
+    "/classify": {"model": "NAME", "messages": TALK},
+    "/pooling": {"model": "NAME", "messages": TALK, "use_activation": False},
+    "/v1/embeddings": {"model": "NAME", "messages": TALK},
+    "/score": {"model": "NAME", "queries": "2 + 2?", "documents": ["4", "5"]},
+    "/rerank": RANKED,
+    "/predict": {"inputs": [["2 + 2?", "4"]], "raw_scores": True},
+    "/unirl/score": {
+        "requests": [{"history": [{"text": "a square", "image_b64": SQUARE}], "required_rewards": ["NAME"]}]
+    },
+    "/verl_omni": f"echo {PICKLE} | base64 -d |\n  CALL --data-binary @- --output answer.pickle",
+    "/model": {"model": "/models/next"},
+    "/api/reward/enqueue": (
+        f"answer=$({{ echo '{TENSOR}'; echo {NPY} | base64 -d; }} |\n  CALL -s --data-binary @-)\necho $answer"
+    ),
+    "/api/reward/pull": "CALL -d uuid=$(echo $answer | cut -d '\"' -f 4) -d type=NAME",
+}
+
+
+@lru_cache(1)
+def api_document(app: FastAPI) -> bytes:
+    """Write the OpenAPI document of an application as JSON, in 10 ms."""
+    return json.dumps(app.openapi()).encode()
+
+
+@lru_cache(8)  # it takes 30 ms to write
+def api_html(app: FastAPI, url: str, reward: str, several: bool, guarded: bool) -> str:
+    """Return the routes and schemas of an application as a page, with examples for `url`.
+
+    With `several` rewards addresses name `reward`; where it is `guarded`, examples send a token.
+    """
+    document = app.openapi()
+    routes: dict[tuple[str, str, str], dict[str, Any]] = {}  # one for all paths of a function
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            tag = (operation.get("tags") or ["The service"])[0]
+            route = routes.setdefault((method, operation["summary"], tag), {"paths": [], "operation": operation})
+            route["paths"].append(path)
+    for (method, _, tag), route in routes.items():
+        path = min(route["paths"], key=lambda it: (("{" in it) != several, len(it)))
+        token = "VLMRM_ADMIN_TOKEN" if tag == "operators" else "VLMRM_TOKEN" if guarded else ""
+        command = example_call(method, re.sub(r"{\w+}", reward, path), url, reward, token)
+        route |= {"method": method.upper(), "tag": tag, "example": command}
+    shown = sorted(routes.values(), key=lambda it: (it["tag"] == "operators", it["method"] == "GET"))
+    return render("api.html.jinja", routes=shown, schemas=document["components"]["schemas"])
+
+
+def example_body(path: str, reward: str) -> Any:
+    """Return the body of an example request to a path: a JSON tree, or a command with CALL; None for none."""
+    found = next((end for end in sorted(EXAMPLES, key=len, reverse=True) if path.endswith(end)), None)
+    return None if found is None else json.loads(json.dumps(EXAMPLES[found]).replace('"NAME"', json.dumps(reward)))
+
+
+def example_call(method: str, path: str, url: str, reward: str, token: str) -> str:
+    """Return a curl command that calls a route; `token` is the variable with what it needs, or ""."""
+    words = [f"curl {url}{path}"]
+    if token:
+        words.append(f'-H "Authorization: Bearer ${token}"')
+    body = example_body(path, reward) if method != "get" else None
+    if method not in ("get", "post") or (method == "post" and body is None):
+        words.append(f"-X {method.upper()}")
+    if not isinstance(body, str | None):
+        words.append(f"-H 'Content-Type: application/json' -d '{json.dumps(body, ensure_ascii=False)}'")
+    call = " \\\n  ".join(words)
+    return body.replace("CALL", call).replace("NAME", reward) if isinstance(body, str) else call
+
+
+def render(template: str, **content: Any) -> str:
+    return TEMPLATES.get_template(template).render(nonce=NONCE, version=vlmrm.__version__, **content)
+
+
+def html_response(html: str) -> HTMLResponse:
+    """Return a page whose own scripts and styles alone run."""
+    nonce = secrets.token_urlsafe(16)
+    headers = {"Content-Security-Policy": POLICY.format(nonce=nonce)}
+    return HTMLResponse(html.replace(f'nonce="{NONCE}"', f'nonce="{nonce}"'), headers=headers)

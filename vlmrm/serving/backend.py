@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import socket
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -39,41 +37,24 @@ class State(StrEnum):
 
 @dataclass
 class Job:
-    """The items that one request sends to one reward, scored together or not at all.
-
-    Args:
-        reward: its name in the configuration.
-        items: scored in this order; those of equal `group` prefixes share computation across jobs.
-        cost: estimated tokens, for the budget of a batch; a prefix that several items share counts once.
-        prefixes: the digest of each prompt prefix in it to its estimated tokens, which are part of `cost`.
-        priority: higher goes first.
-        client: whose fair share of the reward it counts against.
-        request_id: of the request that sent it, for logs.
-        trace: the W3C traceparent of that request; "" where it is not traced.
-        wanted: the revision that must compute it; "" for any.
-        deadline: of `time.monotonic`, after which nobody waits for the job, and it is not begun.
-        attempts: how often a worker died or hung with it.
-        packed: reward and items as one bytes object, of `size` bytes.
-        receipt: the delivery that this is, in a queue that may deliver a job again.
-        revisions: of the reward as served now; an earlier result is reused if it is of one of them.
-    """
+    """The items that one request sends to one reward, scored together or not at all."""
 
     reward: str
     items: list[Item]
-    cost: int = 1
-    prefixes: Mapping[str, int] = field(default_factory=dict)
-    priority: int = 0
-    client: str = ""
+    cost: int = 1  # estimated tokens, for the budget of a batch; a prefix that several items share counts once
+    prefixes: Mapping[str, int] = field(default_factory=dict)  # by the digest of each prompt, its part of `cost`
+    priority: int = 0  # higher goes first
+    client: str = ""  # whose fair share of the reward it counts against
     request_id: str = ""
-    trace: str = ""
-    wanted: str = ""
-    deadline: float | None = None
+    trace: str = ""  # the W3C traceparent of its request
+    wanted: str = ""  # the revision that must compute it
+    deadline: float | None = None  # of `time.monotonic`, after which it is not begun
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.time)
-    attempts: int = 0
+    attempts: int = 0  # how often a worker died or hung with it
     packed: bytes = b""
-    receipt: str = ""
-    revisions: Sequence[str] = ()
+    receipt: str = ""  # the delivery that this is, in a queue that may deliver a job again
+    revisions: Sequence[str] = ()  # served now; an earlier result is reused if it is of one of them
     size: int = field(init=False)
 
     def __post_init__(self):
@@ -116,31 +97,15 @@ class QueueAway(VlmrmError):
 
 
 class Overloaded(QueueAway):
-    """The queue is full."""
+    """The queue is full; its `pace` is of items a second, or 0."""
 
-    @classmethod
-    def of(cls, reward: str, items: int, size: int, total: int, pace: float) -> Overloaded:
-        """Return the error of a reward with so many `items` in its queue, `size` bytes of all queues' `total`.
-
-        Args:
-            pace: the reward's items a second; half its queue is gone after `retry_after`. 0 where unknown.
-        """
-        retry_after = min(max(items / 2 / pace, 1.0), 60.0) if pace else 1.0
+    def __init__(self, reward: str, items: int, size: int, total: int, pace: float):
         full = f"the queue of {reward} is full, with {items} items in {size} bytes, {total} in all queues"
-        return cls(f"{full}: try again later.", retry_after)
-
-
-def process_name() -> str:
-    """Return a new name for this process, unique among all that share a queue."""
-    return f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        super().__init__(f"{full}: try again later.", min(max(items / 2 / pace, 1.0), 60.0) if pace else 1.0)
 
 
 class Backend(Protocol):
-    """A queue with bounds of its own for each reward, with the states and results of its jobs.
-
-    A job that is accepted ends as done, failed or cancelled exactly once, whatever happens to the workers, and its
-    status is readable until `result_ttl` after that.
-    """
+    """A queue with bounds of its own for each reward; a job that is accepted ends exactly once, whatever happens."""
 
     persistent: bool
     """Whether the queue outlives this process, so that other processes finish what waits."""
@@ -150,29 +115,25 @@ class Backend(Protocol):
 
     async def start(self) -> None:
         """Start, once and before any other call; a queue that is away is not waited for."""
+        return
 
     async def stop(self) -> None:
         """End what `start` began."""
+        return
 
     async def put(self, job: Job) -> str:
-        """Accept a job and return its id, or the id of an equal job: they share one result.
+        """Accept a job and return its id, or that of an equal job: they share one result, and the later deadline.
 
-        The later of their deadlines counts. A finished job is shared only if no item has an error (it may be
-        transient), and its result is of one of the job's `revisions`.
+        A finished job is shared only if no item has an error, and its result is of one of the job's `revisions`.
         """
 
     async def take(self, reward: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
         """Wait for jobs of a reward and take the first ones, up to `budget` tokens and at least one.
 
-        The highest priority goes first; yet every `AGING_S` at most one batch begins with the priority that has waited
-        longest, so that none waits for ever. Within a priority clients have equal shares of tokens, however many jobs
-        they sent: next is the oldest job of the client that has had the least since it came. Behind it, jobs of its
-        priority that share a prefix with it come along as far as the budget goes, and those of the prefixes `cached`,
-        which the worker computed lately. In this process's queue a job goes to an idle worker that has its prefix, if
-        there is one. So a job waits one batch at most for each job before it in this order.
-
-        Jobs that were given back come before all. One that a worker died with comes alone, so that it harms no other;
-        one whose deadline has passed is failed instead.
+        Jobs that were given back come first; one that a worker died with comes alone. Then goes the highest priority,
+        yet every `AGING_S` at most one batch begins with the one that has waited longest. Within a priority clients
+        have equal shares of tokens. Behind a job come those of its priority that share a prefix with it, and those of
+        the prefixes `cached`, which the worker computed lately. A job whose deadline has passed is failed.
         """
 
     async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float, revision: str) -> None:
@@ -184,8 +145,7 @@ class Backend(Protocol):
     async def requeue(self, jobs: Sequence[Job], blame: str | None) -> None:
         """Queue jobs again, before others, that were taken and not scored.
 
-        With `blame`, what happened to their worker, it counts as an attempt of each: the next time it comes alone, and
-        after the second attempt it is failed. One that was cancelled meanwhile is not queued.
+        With `blame`, what happened to their worker, it counts as an attempt of each: after the second it is failed.
         """
 
     async def status(self, job_id: str) -> Status | None:
@@ -195,10 +155,7 @@ class Backend(Protocol):
         """Return the status once the job is finished, or as it is after `timeout` seconds."""
 
     async def cancel(self, job_id: str) -> bool:
-        """Cancel a job that still waits, and return whether it did, and no other request shares it.
-
-        One that runs is not begun again should its worker die.
-        """
+        """Cancel a job that waits and that no other request shares, and return whether it did."""
 
     async def unfetched(self) -> Mapping[str, int]:
         """Count by reward the jobs with a request that still waits for the result: it ends with this process."""
@@ -214,6 +171,7 @@ class Backend(Protocol):
 
     async def announce(self, process: str, health: dict[str, Any], ttl: float) -> None:
         """Publish the health of a process's workers to all that share the queue, for `ttl` seconds."""
+        return
 
     async def announcements(self) -> dict[str, dict[str, Any]]:
         """Return the last announcement of each process by name."""

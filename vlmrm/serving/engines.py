@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,21 +16,17 @@ import torch
 
 from vlmrm.conversation import Conversation, Outcome
 from vlmrm.errors import CheckpointError, ConfigError, RowError
-from vlmrm.formats.flow_factory import (
-    PROMPT_SLOT,
-    PromptTemplate,
-    sample_to_conversation,
-)
+from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate
 from vlmrm.formats.openai import read_conversation
-from vlmrm.formats.wire import Item, WireOutcome, read_item, write_outcome
+from vlmrm.formats.wire import Item, WireOutcome, write_outcome
 from vlmrm.libraries import needs, parse_dtype
 from vlmrm.rendering import Rendered
 from vlmrm.rewards.items import reward_items
 from vlmrm.rewards.registry import reward_arguments
 from vlmrm.rewards.reward_set import Models
-from vlmrm.rewards.samples import CallResult, as_pil, required_columns
+from vlmrm.rewards.samples import CallResult, required_columns
 from vlmrm.scoring.loading import SCORER_OPTIONS, load_local_scorer
-from vlmrm.serving.media import read_npy, with_arrays
+from vlmrm.serving.media import conversation_of, read_npy, with_arrays
 from vlmrm.serving.preparing import MediaProcesses
 from vlmrm.settings import did_you_mean
 
@@ -37,14 +34,8 @@ from vlmrm.settings import did_you_mean
 class ScorerEngine:
     """A model trained here. An item is a conversation that ends with the answer, or a sample that becomes one.
 
-    Conversations about the same prompt share its computation, in whatever order they come.
-
-    Args:
-        custom_prompt, system: of `PromptTemplate`, the text around the prompts of the training rows; for samples only.
-        cache_bytes: bound on what is kept for later answers to the same prompts; 0 keeps nothing.
-        processes: in which images and videos are decoded and resized; with 0 a thread does it, whose crash by a file
-            is the worker's.
-        options: of `load_scorer`.
+    `custom_prompt` and `system` are those of `PromptTemplate`, for samples; `cache_bytes` bounds what is kept for
+    later answers to the same prompts; `processes` decode media, with 0 a thread; `options` are of `load_scorer`.
     """
 
     def __init__(
@@ -82,12 +73,11 @@ class ScorerEngine:
     def prepare(self, items: Sequence[Item]) -> list[Rendered | RowError]:
         """Return the items as tokens and pixels, or their errors; another thread may `compute` meanwhile."""
         if self.processes is None:
-            return self.scorer.rendered(items, self._read)
+            return self.scorer.rendered(items, partial(conversation_of, template=self.template))
         rows, media = self.processes.process(map(self._row, items))
         return self.scorer.rendered(rows, _raise_error, media)
 
     def compute(self, prepared: Sequence[Rendered | RowError]) -> list[WireOutcome]:
-        """Return the outcome of each prepared item."""
         scores = self.scorer.score_rendered(prepared)
         return [{"error": score.reason} if isinstance(score, RowError) else {"score": score} for score in scores]
 
@@ -100,7 +90,6 @@ class ScorerEngine:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Bring the weights back to where they were."""
         self.scorer.model.to(self._device)
 
     def _count_work(self, model: Any) -> None:
@@ -119,17 +108,9 @@ class ScorerEngine:
 
     def _row(self, item: Item) -> Conversation | RowError:
         try:
-            return self._read(item)
+            return conversation_of(item, self.template)
         except RowError as error:
             return error
-
-    def _read(self, item: Item) -> Conversation:
-        # No conversation can hold an array.
-        columns: Any = {name: as_pil(name, value) for name, value in with_arrays(item).items()}
-        content = read_item(columns)
-        if isinstance(content, Conversation):
-            return content
-        return sample_to_conversation(content, self.template, placeholders=False)
 
 
 def _raise_error(row: Conversation | RowError) -> Conversation:
@@ -139,10 +120,7 @@ def _raise_error(row: Conversation | RowError) -> Conversation:
 
 
 class RewardEngine:
-    """A reward of `vlmrm.rewards` by its configuration. An item is a sample, or a conversation that becomes one.
-
-    A groupwise reward is called with the items of one `group`; an item without one is a group of its own.
-    """
+    """A reward of `vlmrm.rewards` by its configuration; a groupwise one is called with the items of one `group`."""
 
     def __init__(self, **configuration: Any):
         [arguments] = reward_arguments(configuration)
@@ -177,14 +155,10 @@ def _outcome(result: CallResult, index: int) -> WireOutcome:
 class WanDecoder:
     """The decoder of video latents: an AutoencoderKLWan of diffusers, of Wan 2.1 (16 channels) or 2.2 (48).
 
-    Latents are normalized as the diffusion model has them, (z - mean) / std by channel with the checkpoint's own
-    figures. An item has `latents`, [C, T, H, W] as the bytes of a .npy file; its outcome has `extra["video"]`, frames
-    uint8 [T', 3, H', W'] as such bytes, and the seconds of decoding as its `score`. As in cosmos-rl, values are
-    clamped to [-1, 1] and truncated to whole numbers, not rounded. Videos are decoded one by one, so that none depends
-    on its batch.
-
-    Args:
-        model_path: a folder or repository in the layout of diffusers; `subfolder` where it is a pipeline.
+    Latents are normalized as the diffusion model has them, by channel with the checkpoint's own mean and std. An item
+    has `latents`, [C, T, H, W] as .npy; its outcome `extra["video"]`, frames uint8 [T', 3, H', W'] as .npy, and the
+    seconds of decoding as `score`. As in cosmos-rl, values are clamped to [-1, 1] and truncated, not rounded. Videos
+    are decoded one by one, so that none depends on its batch.
     """
 
     def __init__(self, model_path: str, subfolder: str = "", dtype: str = "bfloat16", device: str = ""):
@@ -211,6 +185,7 @@ class WanDecoder:
     def __call__(self, items: Sequence[Item]) -> list[WireOutcome]:
         return [self._outcome(read_npy(item["latents"])) for item in items]
 
+    @torch.no_grad()
     def _outcome(self, latents: np.ndarray) -> WireOutcome:
         channels = len(self.mean)
         if latents.ndim != 4 or latents.shape[0] != channels:
@@ -218,14 +193,9 @@ class WanDecoder:
         if not np.isfinite(latents).all():
             return {"error": "its latents have values that are not finite"}
         started = time.perf_counter()
-        frames = self._decode(torch.from_numpy(latents.astype(np.float32))).numpy()
+        raw = (torch.from_numpy(latents.astype(np.float32)) * self.std + self.mean).to(self.vae.device, self.vae.dtype)
+        video = self.vae.decode(raw[None]).sample[0].float().clamp(-1, 1)
+        frames = ((video + 1) / 2 * 255).to(torch.uint8).permute(1, 0, 2, 3).contiguous().cpu().numpy()
         file = io.BytesIO()
         np.save(file, frames)
         return {"score": time.perf_counter() - started, "extra": {"video": file.getvalue()}}
-
-    @torch.no_grad()
-    def _decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Decode latents [C, T, H, W] to frames, uint8 [T', 3, H', W']."""
-        raw = (latents * self.std + self.mean).to(self.vae.device, self.vae.dtype)
-        video = self.vae.decode(raw[None]).sample[0].float().clamp(-1, 1)
-        return ((video + 1) / 2 * 255).to(torch.uint8).permute(1, 0, 2, 3).contiguous().cpu()

@@ -1,20 +1,5 @@
 """The errors of the service, their HTTP statuses, and the one form of their responses.
 
-VlmrmError
-├── InvalidRequest   400   a request that is wrong however often it is sent
-├── RowError         400   one item of it
-├── Unauthorized     401   no token, or a wrong one
-├── Forbidden        403   a token that does not open this, or a thing that the operator has not allowed
-├── UnknownReward    404   in service.py
-├── SlowBody         408   the body did not come in time
-├── NotServed        409   in service.py: the demanded revision
-├── CannotSwitch     409   in versions.py: the model stays as it was
-├── TooLarge         413   in service.py
-├── RewardFailed     500   the job was accepted and has no result
-├── QueueAway        503   in backend.py, and Overloaded, with Retry-After
-├── NotServing       503   in service.py, with Retry-After
-└── TimedOut         504   the result did not come while the request waited
-
 The body is `{"error": {"message", "type"}}`, one sentence without paths, secrets or tracebacks.
 """
 
@@ -44,6 +29,9 @@ class InvalidRequest(VlmrmError):
 
 class Unauthorized(VlmrmError):
     """No token, or a wrong one."""
+
+    def __init__(self) -> None:
+        super().__init__("a token is needed: send it as Authorization: Bearer TOKEN.")
 
 
 class Forbidden(VlmrmError):
@@ -106,7 +94,6 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Have `app` answer every error in the one form."""
     app.add_exception_handler(VlmrmError, _vlmrm_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -115,7 +102,6 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def error_of(error: VlmrmError) -> ErrorDetail:
-    """Return an error as a part of an answer."""
     return ErrorDetail(message=redact_paths(str(error)), type=type(error).__name__)
 
 
@@ -124,7 +110,6 @@ def error_response(message: str, kind: str, status: int, headers: dict[str, str]
 
 
 def response_to(error: Exception) -> JSONResponse:
-    """Return the response to a VlmrmError."""
     # By `isinstance`: Overloaded is a QueueAway, MediaError a RowError.
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
     headers = {}
@@ -155,11 +140,7 @@ async def _validation_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def one_of_each(errors: Sequence[Any], body: Any) -> list[Any]:
-    """Return pydantic's errors with one for each place, of the innermost value that fits no type of a union.
-
-    Args:
-        body: what was validated, in which the types of unions, that pydantic counts among the keys, are none.
-    """
+    """Return pydantic's errors with one for each place in `body`, of the innermost value that fits no type."""
     found: dict[tuple[Any, ...], Any] = {}
     for error in errors:
         place, value = [], body

@@ -31,30 +31,18 @@ THREADS = 2  # each of which holds the loop up by 5 ms at a time
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
 
-# The request ---------------------------------------------------------------------------------------------------------
-
 
 @dataclass
 class RequestContext:
-    """What every step of a request may ask for.
+    """What every step of a request may ask for."""
 
-    Args:
-        client: whose fair share it counts against.
-        arrived: of `time.monotonic`.
-        deadline: of `time.monotonic`, after which its client waits no longer.
-        is_small: whether its body is read, checked and hashed in a millisecond or two, which a thread would take too.
-        sizes: width and height of its pictures whose headers have been read.
-        wanted: the revision that must compute its scores; "" for any.
-        revisions: those that did, by reward, for a header of the answer.
-    """
-
-    client: str = ""
-    deadline: float = math.inf
-    is_small: bool = True
+    client: str = ""  # whose fair share it counts against
+    deadline: float = math.inf  # of `time.monotonic`, after which its client waits no longer
+    is_small: bool = True  # whether its body is read, checked and hashed in a millisecond or two
     body_bytes: int = 0
-    wanted: str = ""
-    sizes: dict[bytes, tuple[int, int]] = field(default_factory=dict, repr=False)
-    revisions: dict[str, str] = field(default_factory=dict)
+    wanted: str = ""  # the revision that must compute its scores
+    sizes: dict[bytes, tuple[int, int]] = field(default_factory=dict, repr=False)  # width and height of its pictures
+    revisions: dict[str, str] = field(default_factory=dict)  # that computed its scores, by reward
     arrived: float = field(default_factory=time.monotonic)
 
 
@@ -62,7 +50,6 @@ _CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None
 
 
 def begin_request(context: RequestContext) -> None:
-    """Make `context` that of the request which this task handles."""
     _CURRENT.set(context)
 
 
@@ -71,16 +58,11 @@ def current_request() -> RequestContext:
     return _CURRENT.get() or RequestContext()
 
 
-# Turns ---------------------------------------------------------------------------------------------------------------
-
-
 class TurnScheduler:
     """Lets one request go on in each round of the event loop: lane after lane, and first come first served in a lane.
 
-    Without it, a hundred bodies or results that arrive together block `/health` for a tenth of a second. A round that
-    was long, because many new requests had to be refused in it, is followed by one of several turns: refusing may not
-    keep the service from answering. A lane is what one client sends to one reward, so that a flood of one does not
-    hold up the others.
+    Without it, a hundred bodies that arrive together block `/health` for a tenth of a second. A round that was long is
+    followed by one of several turns. A lane is what one client sends to one reward.
     """
 
     def __init__(self) -> None:
@@ -119,25 +101,17 @@ class TurnScheduler:
             turns = min(1 + int((now - began) / ROUND_S), MOST_TURNS)
         given = 0
         while self._waiting and given < turns:
-            given += self._give()
+            lane, waiting = self._lanes.popitem(last=False)
+            turn = waiting.popleft()
+            if waiting:
+                self._lanes[lane] = waiting  # behind the others
+            self._waiting -= 1
+            if not turn.done():  # else its request has been cancelled
+                turn.set_result(None)
+                given += 1
         self._last = (now, max(given, 1)) if self._waiting else None
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._run_next)
-
-    def _give(self) -> int:
-        """Give the next lane's first request its turn; return 0 where that request has been cancelled."""
-        lane, turns = self._lanes.popitem(last=False)
-        turn = turns.popleft()
-        if turns:
-            self._lanes[lane] = turns  # behind the others
-        self._waiting -= 1
-        if turn.done():
-            return 0
-        turn.set_result(None)
-        return 1
-
-
-# Threads -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -152,10 +126,7 @@ _THREADS: RunVar[_Threads] = RunVar("threads")
 
 
 async def in_thread(compute: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
-    """Return what `compute` returns in one of `THREADS` threads; a client has one at a time.
-
-    anyio's own forty would keep the event loop from its turn.
-    """
+    """Return what `compute` returns in one of `THREADS` threads; a client has one at a time."""
     try:
         threads = _THREADS.get()
     except LookupError:
@@ -189,18 +160,10 @@ def picture_size(data: bytes) -> tuple[int, int]:
     return sizes[data]
 
 
-# Repeated work -------------------------------------------------------------------------------------------------------
-
-
 async def repeat(
     what: str, work: Callable[[], Awaitable[object]], pause: float, errors: MutableMapping[str, str]
 ) -> NoReturn:
-    """Do `work`, and again `pause` seconds after its end, until cancelled; a round that raises does not end it.
-
-    Args:
-        what: of `work`, for messages, such as "following models".
-        errors: says under `what` why the last round has failed, until one has not.
-    """
+    """Do `work`, and again `pause` seconds after its end, until cancelled; `errors` says under `what` why it fails."""
     while True:
         try:
             await work()

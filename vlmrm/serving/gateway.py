@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from anyio import move_on_after
 from anyio.to_thread import run_sync
-from fastapi import Request
+from fastapi import Request, Response
+from pydantic import BaseModel, SecretStr
 
-from vlmrm.conversation import Outcome
-from vlmrm.errors import RowError
+from vlmrm.conversation import Conversation, Outcome, Sample
+from vlmrm.errors import RowError, VlmrmError
 from vlmrm.formats.wire import Item
+from vlmrm.scoring.transforms import sigmoid
 from vlmrm.serving.backend import EXPIRED, NOT_SERVED, QueueAway, State, Status
-from vlmrm.serving.errors import Forbidden, InvalidRequest, RewardFailed, TimedOut
+from vlmrm.serving.errors import Forbidden, InvalidRequest, RewardFailed, TimedOut, Unauthorized
 from vlmrm.serving.event_loop import TurnScheduler, computed, current_request, in_thread
-from vlmrm.serving.fetch import FetchBudget, Fetcher, fetch_images
-from vlmrm.serving.media import MediaResolver
+from vlmrm.serving.media import Fetcher, MediaResolver
 from vlmrm.serving.service import Service, UnknownReward
 from vlmrm.serving.settings import RewardSettings
 from vlmrm.serving.strict_json import count_text, too_much_text
-from vlmrm.serving.tokens import is_allowed, require_token, token_of
 
 RETRY_S = 0.02  # between two tries to put a job into a full queue
 
@@ -41,6 +42,16 @@ class ScoringResult:
     revision: str | None
 
 
+@dataclass(frozen=True)
+class Access:
+    """What the token of a request opens: rewards by name, what concerns the whole service, and its models' change."""
+
+    token: str
+    rewards: list[str]
+    service: bool
+    admin: bool
+
+
 class Gateway:
     """The service as routes see it: with authorization, media, and items scored in one call."""
 
@@ -51,9 +62,15 @@ class Gateway:
         self.media = MediaResolver(self.settings.limits, self.settings.media_root, self.fetcher)
         self.scheduler = TurnScheduler()
         self._lines: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by reward, of those that wait for room
+
+    def access(self, token: str) -> Access:
+        settings = self.settings
+        rewards = [one.name for one in settings.reward_args if _is_allowed(token, settings.token, one.token)]
         # Where only rewards have tokens, each of them also opens what concerns the whole service.
-        rewards = [reward.token for reward in self.settings.reward_args]
-        self._tokens = [self.settings.token] if self.settings.token.get_secret_value() else rewards
+        service = settings.token.get_secret_value()
+        secrets = [settings.token] if service else [reward.token for reward in settings.reward_args]
+        admin = bool(settings.admin_token.get_secret_value()) and _is_allowed(token, settings.admin_token)
+        return Access(token, rewards, _is_allowed(token, *secrets), admin)
 
     def authorized_reward(self, request: Request, name: str | None) -> RewardSettings:
         """Return the reward of that name, if the request's token opens it."""
@@ -62,39 +79,34 @@ class Gateway:
         except UnknownReward:
             self.require_authorized(request)
             raise
-        require_token(token_of(request), [self.settings.token, reward.token])
+        if reward.name not in request.state.access.rewards:
+            raise Unauthorized
         return reward
 
     def require_authorized(self, request: Request) -> None:
         """Raise Unauthorized unless the request's token is the service's."""
-        require_token(token_of(request), self._tokens)
+        if not request.state.access.service:
+            raise Unauthorized
 
-    def require_admin(self, request: Request) -> None:
-        """Raise Unauthorized unless the request's token is the operator's, Forbidden where there is none."""
-        token = self.settings.admin_token
-        if not token.get_secret_value():
+    def require_admin(self, access: Access) -> None:
+        """Raise Unauthorized unless a token is the operator's, Forbidden where there is none."""
+        if not self.settings.admin_token.get_secret_value():
             raise Forbidden("this service lets nobody change its models: set VLMRM_ADMIN_TOKEN, and send that token.")
-        require_token(token_of(request), [token])
-
-    def is_authorized(self, request: Request) -> bool:
-        """Return whether the request's token is the service's."""
-        return is_allowed(token_of(request), self._tokens)
+        if not access.admin:
+            raise Unauthorized
 
     def authorized_rewards(self, request: Request) -> list[str]:
         """Return the names of the rewards that the request's token opens; raises Unauthorized for none."""
-        token, rewards = token_of(request), self.service.rewards.values()
-        names = [reward.name for reward in rewards if is_allowed(token, [self.settings.token, reward.token])]
-        if not names:
-            require_token(token, self._tokens)
-        return names
+        if not request.state.access.rewards:
+            raise Unauthorized
+        return request.state.access.rewards
 
     def check_count(self, count: int) -> None:
-        """Raise InvalidRequest unless a request may have so many items."""
         if not 1 <= count <= self.settings.limits.max_items:
             raise InvalidRequest(f"there are {count} items: send between 1 and {self.settings.limits.max_items}.")
 
     async def written(self, inputs: Sequence[Input], write: Callable[[Input], Item]) -> list[Item | RowError]:
-        """Return the item that `write` makes of each input, or why there is none."""
+        """Return the item that `write` makes of each input, with its images by URL fetched, or why there is none."""
         if self.media.root is not None:  # files may be large, and long in coming
             items = await run_sync(_write_each, inputs, write)
         else:
@@ -103,16 +115,10 @@ class Gateway:
         # What looks like base64 in the JSON was taken for a medium, and may be a text.
         if current_request().body_bytes > most and await in_thread(count_text, items) > most:
             raise InvalidRequest(too_much_text(most))
+        if self.fetcher.allowed:
+            items = await self.fetcher.fetch(items)
+            await self.scheduler.next_turn()
         return items
-
-    async def fetch(self, items: Sequence[Item | RowError]) -> list[Item | RowError]:
-        """Return the items with their images by URL; one whose image cannot be fetched becomes its error."""
-        if not self.fetcher.allowed:
-            return list(items)
-        budget = FetchBudget(self.settings.limits)
-        fetched = await asyncio.gather(*(self._fetch(item, budget) for item in items))
-        await self.scheduler.next_turn()
-        return fetched
 
     async def score(
         self,
@@ -125,34 +131,26 @@ class Gateway:
     ) -> ScoringResult:
         """Return the outcomes of the items; the outcome of one that is an error is that.
 
-        Args:
-            patience: seconds to wait for room in a full queue, for clients that do not retry later.
+        With `patience` it waits so many seconds for room in a full queue, for clients that do not retry later.
         """
         context = current_request()
         timeout = min(timeout, context.deadline - time.monotonic())
-        fetched = await self.fetch(items)
-        complete = [item for item in fetched if not isinstance(item, RowError)]
-        result = ScoringResult("", [], self.service.info(reward).get("revision"))
+        complete = [item for item in items if not isinstance(item, RowError)]
+        job_id, status = "", Status(State.done, [], revision=self.service.info(reward).get("revision"))
         if complete:
             job_id = await self._submit(reward, complete, priority, timeout, patience)
-            result = await self._wait(reward, job_id, timeout)
+            status = await self._wait(reward, job_id, timeout)
             history = self.service.metrics.history
             history.record_request(reward, time.monotonic() - context.arrived)
             if not self.service.replicas[reward]:  # this process has no batches that would be counted
-                history.record_items(reward, len(complete))
-        scored = iter(result.outcomes)
-        outcomes = [Outcome(error=item.reason) if isinstance(item, RowError) else next(scored) for item in fetched]
-        return replace(result, outcomes=outcomes)
+                history.minute(reward).items += len(complete)
+        scored = iter(status.outcomes or ())
+        outcomes = [Outcome(error=item.reason) if isinstance(item, RowError) else next(scored) for item in items]
+        return ScoringResult(job_id, outcomes, status.revision)
 
-    async def _fetch(self, item: Item | RowError, budget: FetchBudget) -> Item | RowError:
+    async def _wait(self, reward: str, job_id: str, timeout: float) -> Status:
         try:
-            return item if isinstance(item, RowError) else await fetch_images(item, self.fetcher, budget)
-        except RowError as error:
-            return error
-
-    async def _wait(self, reward: str, job_id: str, timeout: float) -> ScoringResult:
-        try:
-            status = await self.service.wait(reward, job_id, timeout)
+            status = await self.service.backend.wait(job_id, timeout)
             await self.scheduler.next_turn(scored=True)
         except asyncio.CancelledError:
             await self.service.backend.cancel(job_id)  # the client has disconnected
@@ -168,13 +166,9 @@ class Gateway:
         if status.state is not State.done or status.outcomes is None:
             self.service.metrics.record_failure(reward, "job", f"{status.error}")
             raise RewardFailed(f"the reward {reward} could not be computed: {status.error}.")
-        self.note_revision(reward, status)
-        return ScoringResult(job_id, status.outcomes, status.revision)
-
-    def note_revision(self, reward: str, status: Status) -> None:
-        """Have the answer's header name the revision that computed a result."""
         if status.revision:
             current_request().revisions[reward] = status.revision
+        return status
 
     async def _submit(self, reward: str, items: Sequence[Item], priority: int, timeout: float, patience: float) -> str:
         """Return the id of the items' job; of the requests that wait for room in the queue only the first retries."""
@@ -183,13 +177,9 @@ class Gateway:
         async def accept() -> str:
             return await self.service.accept(job, time.monotonic() + timeout)
 
-        line = self._lines[reward]
         if patience:
-            if not line.locked():  # nobody waits: try at once
-                with suppress(QueueAway):
-                    return await accept()
             with move_on_after(patience):
-                async with line:
+                async with self._lines[reward]:
                     while True:
                         with suppress(QueueAway):
                             return await accept()
@@ -211,5 +201,80 @@ def _write_each(inputs: Sequence[Input], write: Callable[[Input], Item]) -> list
     return items
 
 
+def _is_allowed(token: str, *secrets: SecretStr) -> bool:
+    """Return whether the token is among `secrets`, in constant time; where none of them is set, any is."""
+    accepted = [secret.get_secret_value() for secret in secrets if secret.get_secret_value()]
+    matches = [hmac.compare_digest(token.encode(), secret.encode()) for secret in accepted]  # no early exit
+    return any(matches) or not accepted
+
+
 def gateway_of(request: Request) -> Gateway:
     return request.app.state.gateway
+
+
+# For several protocols -----------------------------------------------------------------------------------------------
+
+PATIENCE_S = 30.0  # that a request waits for room in the queue: these clients retry at once, or not at all
+TIMEOUT_S = 600.0
+
+Result = TypeVar("Result")
+
+
+async def score_conversations(
+    request: Request,
+    reward: str | None,
+    inputs: Sequence[Input],
+    read: Callable[[Input], Conversation | Sample],
+    *,
+    noun: str = "item",
+    priority: int = 0,
+    group: str | None = None,
+) -> list[float]:
+    """Return the raw score of the conversation or sample that `read` makes of each input, or raise the first error."""
+    gateway = gateway_of(request)
+    settings = gateway.authorized_reward(request, reward)
+    gateway.check_count(len(inputs))
+    items = await gateway.written(inputs, lambda one: gateway.media.item(read(one), group))
+    for index, item in enumerate(items):
+        if isinstance(item, RowError):
+            raise type(item)(f"{noun} {index}: {item.reason}") from item
+    result = await gateway.score(settings.name, items, priority=priority, timeout=TIMEOUT_S, patience=PATIENCE_S)
+    scores: list[float] = []
+    for index, outcome in enumerate(result.outcomes):
+        if outcome.score is None:
+            raise RowError(f"{noun} {index}: {outcome.error}")
+        scores.append(outcome.score)
+    return scores
+
+
+async def gather_rewards(results: Mapping[str, Awaitable[Result]]) -> tuple[dict[str, Result], dict[str, VlmrmError]]:
+    """Return the results of rewards, and the errors of those that failed: one failure ends no other."""
+    found: dict[str, Result] = {}
+    errors: dict[str, VlmrmError] = {}
+
+    async def attempt(name: str) -> None:
+        try:
+            found[name] = await results[name]
+        except VlmrmError as error:
+            errors[name] = error
+
+    await asyncio.gather(*map(attempt, results))
+    if errors and not found:
+        raise next(iter(errors.values()))
+    return found, errors
+
+
+def json_answer(answer: BaseModel) -> Response:
+    """Return an answer as a response; FastAPI would check its values once more, 0.1 s for a thousand items."""
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
+def probability(score: float) -> float:
+    return float(sigmoid([score])[0])
+
+
+def check_lengths(samples: Sized, name: str, **columns: Sized | None) -> None:
+    """Raise ValueError unless each column that is sent has a value for each of `samples`; messages say `name`."""
+    for column, values in columns.items():
+        if values is not None and len(values) != len(samples):
+            raise ValueError(f"there are {len(samples)} {name} but {len(values)} of {column}")

@@ -1,8 +1,9 @@
-"""The queue and the results in the memory of this process, and lost with it."""
+"""The queue and the results in the memory of this process, and lost with it: in fair shares of clients."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -13,19 +14,155 @@ from anyio import move_on_after
 from cachetools import TLRUCache
 
 from vlmrm.conversation import Outcome
-from vlmrm.serving.backend import (
-    CANCELLED,
-    EXPIRED,
-    GIVEN_UP,
-    MAX_ATTEMPTS,
-    Job,
-    Overloaded,
-    State,
-    Status,
-    has_errors,
-)
-from vlmrm.serving.fair_queue import FairQueue
+from vlmrm.serving import backend
+from vlmrm.serving.backend import Backend, Job, Overloaded, State, Status, has_errors
 from vlmrm.serving.settings import Limits
+
+FORGOTTEN = 1000  # clients without a job whose shares are remembered, above which only those ahead are
+
+
+@dataclass
+class _Class:
+    """The jobs of one priority, shared by clients by start-time fair queueing (Goyal et al. 1996)."""
+
+    since: float  # when it last had a job taken, or its first one came
+    clock: float = 0.0  # the virtual time, or tag, of the client that was served last, from which a new one starts
+    lines: dict[str, dict[str, Job]] = field(default_factory=dict)  # by client, the oldest job first
+    tags: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class JobBatch:
+    """The jobs that one `take` returns; `late` are those past their deadline."""
+
+    room: int  # tokens
+    jobs: list[Job] = field(default_factory=list)
+    late: list[Job] = field(default_factory=list)
+    _prefixes: set[str] = field(default_factory=set)
+
+    def has_room(self, job: Job) -> bool:
+        return not self.jobs or (not job.attempts and self._tokens(job) <= self.room)
+
+    def add(self, job: Job) -> int:
+        """Add a job, and return the tokens that it adds to the batch."""
+        if job.deadline is not None and job.deadline < time.monotonic():
+            self.late.append(job)
+            return 0
+        tokens = self._tokens(job)
+        self.jobs.append(job)
+        self._prefixes.update(job.prefixes)
+        self.room -= tokens
+        return tokens
+
+    def _tokens(self, job: Job) -> int:
+        return job.cost - sum(job.prefixes[prefix] for prefix in self._prefixes & job.prefixes.keys())
+
+
+def tokens_of(jobs: Sequence[Job]) -> int:
+    """Estimate the tokens of a batch of these jobs; a prefix that they share counts once."""
+    batch = JobBatch(0)
+    return sum(map(batch.add, jobs))
+
+
+class FairQueue:
+    """The jobs that wait for one reward; `Backend.take` defines their order."""
+
+    def __init__(self) -> None:
+        self.items = self.bytes = 0
+        self._jobs: dict[str, Job] = {}
+        self._returned: dict[str, Job] = {}
+        self._classes: dict[int, _Class] = {}
+        self._mates: dict[tuple[int, str], dict[str, Job]] = {}  # by priority and prefix
+        self._aged = 0.0  # when a lower priority last began a batch
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def push(self, job: Job, *, returned: bool = False) -> None:
+        """Add a job; one that was `returned` comes before all others."""
+        self._jobs[job.id] = job
+        self._count(job, 1)
+        if returned:
+            self._returned[job.id] = job
+            return
+        group = self._classes.setdefault(job.priority, _Class(time.monotonic()))
+        if job.client not in group.lines:
+            if len(group.tags) > 2 * len(group.lines) + FORGOTTEN:
+                group.tags = {it: tag for it, tag in group.tags.items() if it in group.lines or tag > group.clock}
+            group.tags[job.client] = max(group.clock, group.tags.get(job.client, 0.0))
+        group.lines.setdefault(job.client, {})[job.id] = job
+        for prefix in job.prefixes:
+            self._mates.setdefault((job.priority, prefix), {})[job.id] = job
+
+    def remove(self, job: Job) -> None:
+        del self._jobs[job.id]
+        self._count(job, -1)
+        if self._returned.pop(job.id, None) is not None:
+            return
+        group = self._classes[job.priority]
+        del group.lines[job.client][job.id]
+        if not group.lines[job.client]:
+            del group.lines[job.client]
+            if not group.lines:
+                del self._classes[job.priority]
+        for prefix in job.prefixes:
+            mates = self._mates[job.priority, prefix]
+            del mates[job.id]
+            if not mates:
+                del self._mates[job.priority, prefix]
+
+    def take(self, budget: int, cached: Collection[str]) -> JobBatch:
+        """Remove the next jobs, at least one, and return them."""
+        batch = JobBatch(budget)
+        first = self._first_priority()
+        while (job := self._next(first)) is not None and self._move(job, batch, leads=True):
+            if batch.jobs and batch.jobs[-1].attempts:  # it is alone because a worker died with it
+                break
+            for prefix in [*job.prefixes, *cached]:
+                while mates := self._mates.get((job.priority, prefix)):
+                    if not self._move(next(iter(mates.values())), batch):
+                        break
+            cached = ()  # all of them have come along, or there is no room
+        return batch
+
+    def _first_priority(self) -> int | None:
+        """Return the priority that a batch begins with: the highest, or now and then the one that waits longest."""
+        if not self._classes:
+            return None
+        now = time.monotonic()
+        longest = min(self._classes, key=lambda priority: self._classes[priority].since)
+        if min(now - self._aged, now - self._classes[longest].since) < backend.AGING_S:
+            return max(self._classes)
+        self._aged = now
+        return longest
+
+    def _next(self, first: int | None) -> Job | None:
+        """Return the next job, of the priority `first` while that has any; None where none waits."""
+        if self._returned:
+            return min(self._returned.values(), key=lambda job: job.created)
+        if not self._classes:
+            return None
+        group = self._classes[first if first in self._classes else max(self._classes)]
+        client = min(group.lines, key=lambda name: (group.tags[name], name))
+        return next(iter(group.lines[client].values()))
+
+    def _move(self, job: Job, batch: JobBatch, *, leads: bool = False) -> bool:
+        """Move a job into the batch, on its client's account; `leads` where it is that client's turn."""
+        if not batch.has_room(job):
+            return False
+        group = None if job.id in self._returned else self._classes[job.priority]
+        self.remove(job)
+        tokens = batch.add(job)
+        if group is not None:  # what was returned has been paid
+            group.since = time.monotonic()
+            if leads:
+                group.clock = group.tags[job.client]
+            group.tags[job.client] += tokens
+        return True
+
+    def _count(self, job: Job, sign: int) -> None:
+        self.items += sign * len(job.items)
+        self.bytes += sign * job.size
 
 
 @dataclass
@@ -35,13 +172,13 @@ class _Entry:
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     waiters: int = 1  # requests that share it, and neither have its result nor have left
 
+    def is_shared(self, job: Job) -> bool:
+        status = self.status
+        return not status.finished or (status.revision in job.revisions and not has_errors(status.outcomes or ()))
 
-class MemoryBackend:
-    """A `Backend` of one process. Above `max_results` results or records, the oldest is dropped before its time.
 
-    Args:
-        rewards: the items and bytes that may wait for each; for others, what `limits` allows in all.
-    """
+class MemoryBackend(Backend):
+    """A `Backend` of one process. Above `max_results` results or records, the oldest is dropped before its time."""
 
     persistent = False
 
@@ -57,23 +194,16 @@ class MemoryBackend:
         self._finished: OrderedDict[str, float] = OrderedDict()  # job id to when it finished, the oldest first
         # By reward, when items were done and how many.
         self._paces: dict[str, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=100))
-        self._announcements: dict[str, dict[str, Any]] = {}
         self._records: TLRUCache[str, tuple[float, dict[str, Any]]] = TLRUCache(  # ttl, record
             limits.max_results, ttu=lambda _, record, now: now + record[0], timer=lambda: time.monotonic()
         )
 
-    async def start(self) -> None:
-        pass
-
-    async def stop(self) -> None:
-        pass
-
     async def put(self, job: Job) -> str:
         self._drop_old()
-        equal = self._by_key.get(job.key)
-        if equal is not None and _is_shared(self._entries[equal].status, job):
-            self._entries[equal].waiters += 1
-            shared = self._entries[equal].job
+        equal = self._by_key.get(job.key, "")
+        if (entry := self._entries.get(equal)) is not None and entry.is_shared(job):
+            entry.waiters += 1
+            shared = entry.job
             if shared.deadline is not None:
                 shared.deadline = None if job.deadline is None else max(job.deadline, shared.deadline)
             if equal in self._finished:  # kept for another `result_ttl`
@@ -91,7 +221,7 @@ class MemoryBackend:
         while True:
             batch = self._queues[reward].take(budget, cached)
             for job in batch.late:
-                self._finish(job, Status(State.failed, error=EXPIRED))
+                self._finish(job, Status(State.failed, error=backend.EXPIRED))
             for job in batch.jobs:
                 self._entries[job.id].status = Status(State.running)
             if batch.jobs:
@@ -122,9 +252,9 @@ class MemoryBackend:
                 continue
             job.attempts += blame is not None
             if not entry.waiters:  # it was cancelled while it ran
-                self._finish(job, Status(State.cancelled, error=CANCELLED))
-            elif job.attempts >= MAX_ATTEMPTS:
-                await self.fail(job, f"{blame}, {GIVEN_UP}")
+                self._finish(job, Status(State.cancelled, error=backend.CANCELLED))
+            elif job.attempts >= backend.MAX_ATTEMPTS:
+                await self.fail(job, f"{blame}, {backend.GIVEN_UP}")
             else:
                 entry.status = Status(State.queued)
                 self._queue(job, returned=True)
@@ -152,7 +282,7 @@ class MemoryBackend:
         if entry.waiters or entry.status.state is not State.queued:
             return False  # another request waits for it, or it runs
         self._queues[entry.job.reward].remove(entry.job)
-        self._finish(entry.job, Status(State.cancelled, error=CANCELLED))
+        self._finish(entry.job, Status(State.cancelled, error=backend.CANCELLED))
         return True
 
     async def unfetched(self) -> Mapping[str, int]:
@@ -169,11 +299,8 @@ class MemoryBackend:
     async def load_record(self, name: str) -> dict[str, Any] | None:
         return self._records.get(name, (0.0, None))[1]
 
-    async def announce(self, process: str, health: dict[str, Any], ttl: float) -> None:
-        self._announcements[process] = health
-
     async def announcements(self) -> dict[str, dict[str, Any]]:
-        return self._announcements
+        return {}  # there is no other process
 
     def _check_room(self, job: Job) -> None:
         queue = self._queues[job.reward]
@@ -182,7 +309,10 @@ class MemoryBackend:
         total = sum(queue.bytes for queue in self._queues.values())
         items, size = queue.items + len(job.items), queue.bytes + job.size
         if items > max_items or size > max_bytes or total + job.size > self._limits.queue_bytes:
-            raise Overloaded.of(job.reward, queue.items, queue.bytes, total, self._pace(job.reward))
+            paces = self._paces[job.reward]
+            seconds = max(paces[-1][0] - paces[0][0], 1e-3) if len(paces) > 1 else math.inf
+            pace = sum(items for _, items in paces) / seconds
+            raise Overloaded(job.reward, queue.items, queue.bytes, total, pace)
 
     def _queue(self, job: Job, *, returned: bool = False) -> None:
         self._queues[job.reward].push(job, returned=returned)
@@ -209,22 +339,8 @@ class MemoryBackend:
             if self._by_key.get(entry.job.key) == entry.job.id:
                 del self._by_key[entry.job.key]
 
-    def _pace(self, reward: str) -> float:
-        """Return the items a second of the last jobs of a reward; 0 where there are none."""
-        paces = self._paces[reward]
-        if len(paces) < 2:
-            return 0.0
-        return sum(items for _, items in paces) / max(paces[-1][0] - paces[0][0], 1e-3)
-
 
 def _wake(idle: Iterable[asyncio.Future[None]]) -> None:
     for woken in idle:
         if not woken.done():
             woken.set_result(None)
-
-
-def _is_shared(status: Status, job: Job) -> bool:
-    """Return whether `job` can have the result of an equal job with that status."""
-    if not status.finished:
-        return True
-    return status.revision in job.revisions and not has_errors(status.outcomes or ())

@@ -1,7 +1,11 @@
-"""Middleware around every request: its id, token, limits, log line and answer in any case."""
+"""Middleware around every request: its id, token, limits, body, turn and log line, and an answer in any case."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import hashlib
+import io
 import itertools
 import logging
 import math
@@ -9,17 +13,19 @@ import re
 import resource
 import time
 import uuid
+from collections.abc import Sequence
 
-from fastapi import Request
-from pydantic import SecretStr
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vlmrm.serving.bodies import METHODS, too_large
-from vlmrm.serving.errors import error_response, response_to
-from vlmrm.serving.service import Service
+from vlmrm.errors import VlmrmError
+from vlmrm.serving.backend import QueueAway
+from vlmrm.serving.errors import InvalidRequest, SlowBody, TimedOut, Unauthorized, error_response, response_to
+from vlmrm.serving.event_loop import LANE, RequestContext, begin_request
+from vlmrm.serving.gateway import Access, Gateway
+from vlmrm.serving.service import TooLarge
 from vlmrm.serving.settings import LOOPBACK
 from vlmrm.serving.telemetry import REQUEST_ID
-from vlmrm.serving.tokens import is_allowed, token_of, unauthorized
+from vlmrm.serving.worker_spec import DIGITS
 
 logger = logging.getLogger("vlmrm")
 
@@ -28,14 +34,27 @@ CLIENT_ID = re.compile(r"[\w.\-]{1,64}", re.ASCII)
 # (DNS rebinding). An address cannot be rebound.
 LOCAL_NAME = re.compile(r"(localhost|[\w\-.]+\.localhost|[\d.]+|\[[\da-fA-F:.]+\])(:\d+)?", re.ASCII)
 OPEN = ("/health", "/ready")
+OPERATORS = "/v1/rewards/"  # begins the addresses that only the operator's token opens
 QUIET = ("/health", "/ready", "/metrics", "/v1/status")  # polled every few seconds: logged at the level of debugging
 HEADER_BYTES = 64 * 2**10  # of a request, its address among them
-HEADERS = [  # of every response
-    (b"x-content-type-options", b"nosniff"),
-    (b"referrer-policy", b"no-referrer"),
-]
+HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]  # of every response
+REVISION_HEADER = b"x-vlmrm-revision"  # in a request the one that it demands, in an answer those that computed it
+METHODS = ("POST", "PUT", "PATCH", "DELETE")  # that have a body
 REFUSALS_S = 1.0  # between two lines of the log about requests with a 503
 RESERVED_FILES = 192  # of the process's open files, for workers, Redis and connections whose request is not read yet
+IDLE_S = 15.0  # between two pieces of a body
+LASTING = 1 / 2  # of `max_wait`, once the queue has lasted so long: a burst ends, while overload would keep it full
+SMALL_BYTES, FEW_VALUES = 64 * 2**10, 1000
+ENDS = 512  # bytes at both ends of a body in which its reward is looked for
+MODEL = re.compile(rb'"(?:model|reward)"\s*:\s*"([^"\\]{1,100})"')
+
+
+class Busy(QueueAway):
+    """The service itself has more requests than it can answer in time."""
+
+
+class ClientGone(Exception):
+    """The client has disconnected: nobody waits for an answer."""
 
 
 def connection_limit() -> int:
@@ -44,22 +63,20 @@ def connection_limit() -> int:
 
 
 class RequestMiddleware:
-    """The outermost middleware: the request's id, token, limits in bytes and time, log line, and answer in any case.
+    """The one middleware, in plain ASGI, as Starlette's `BaseHTTPMiddleware` costs a task for each request.
 
-    It is plain ASGI because Starlette's `BaseHTTPMiddleware` costs a task for each request.
+    A request is refused before it is parsed where it would wait longer than `max_wait` for its turn, but for
+    `results`: refused, they would come again, and be computed for nothing. A handler whose client has left is ended.
     """
 
-    def __init__(self, app: ASGIApp, service: Service):
-        self.app, self.metrics = app, service.metrics
-        self.limits = service.settings.limits
+    def __init__(self, app: ASGIApp, gateway: Gateway, results: Sequence[str] = ()):
+        self.app, self.gateway, self.scheduler, self.results = app, gateway, gateway.scheduler, results
+        self.metrics, self.limits = gateway.service.metrics, gateway.settings.limits
         self.max_requests = min(self.limits.max_requests, connection_limit())
-        self.rewards = {reward.name: reward.token for reward in service.settings.reward_args}
-        rewards = list(self.rewards.values())
+        self.open = bool(gateway.access("").rewards)  # some reward needs no token
         self._posted = 0  # POST requests that have no response yet
-        # Requests with a 503 that have no line in the log, and the time of the last that has one.
-        self._refused, self._logged = 0, -math.inf
-        self.tokens = [service.settings.token, service.settings.admin_token, *rewards]
-        self.open = not service.settings.token.get_secret_value() and not all(map(SecretStr.get_secret_value, rewards))
+        self._bytes = 0  # of bodies in memory: what is announced costs its sender nothing, and may never come
+        self._refused, self._logged = 0, -math.inf  # requests with a 503 that have no line in the log, the last's time
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,43 +87,61 @@ class RequestMiddleware:
         client_id = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = client_id if CLIENT_ID.fullmatch(client_id) else uuid.uuid4().hex
         REQUEST_ID.set(request_id)
+        context = RequestContext()
 
         async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 added = [(b"x-request-id", request_id.encode()), *HEADERS]
+                if context.revisions:
+                    added.append((REVISION_HEADER, ", ".join(sorted(set(context.revisions.values()))).encode()))
                 message = {**message, "headers": [*message.get("headers", ()), *added]}
             await send(message)
 
         posted = scope["method"] == "POST"
         self._posted += posted
         try:
-            refusal = self._refusal(scope, headers)
-            await (refusal or self.app)(scope, receive, send_with_headers)
+            access = self.gateway.access(token_of(headers))
+            scope.setdefault("state", {})["access"] = access
+            if refusal := self._refusal(scope, headers, access):
+                await refusal(scope, receive, send_with_headers)
+            elif scope["method"] not in METHODS:
+                await self.app(scope, receive, send_with_headers)
+            else:
+                token = hashlib.blake2b(access.token.encode(), digest_size=8).hexdigest() if access.token else ""
+                context.client = token or (scope.get("client") or ("",))[0]
+                context.deadline, context.wanted = _deadline(headers), _wanted(headers)
+                begin_request(context)
+                await self._handle(context, scope, receive, send_with_headers)
+        except ClientGone:
+            self.metrics.disconnects.inc()
+        except VlmrmError as error:
+            await response_to(error)(scope, receive, send_with_headers)
         except Exception:
             logger.exception("a request broke the service")
             if not status:
                 message = f"the service failed: tell its operator the request id {request_id}."
                 await error_response(message, "InternalError", 500)(scope, receive, send_with_headers)
         finally:
+            self._bytes -= context.body_bytes
             self._posted -= posted
             self._log(scope, status, time.perf_counter() - started)
 
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp | None:
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes], access: Access) -> ASGIApp | None:
         """Return the response to a request that is refused before a byte of its body is read."""
-        method = scope["method"]
-        if scope["path"] not in OPEN:
-            token = token_of(Request(scope))
-            # Any token will do where the reward is named in the body: the route checks that it opens the reward.
-            known = self.open or is_allowed(token, self.tokens)
-            if not known or not is_allowed(token, self._tokens_of(scope["path"])):
-                return response_to(unauthorized())
+        method, path = scope["method"], scope["path"]
+        if path not in OPEN:
+            name, slash, _ = path[1:].partition("/")
+            closed = slash and name in self.gateway.service.rewards and name not in access.rewards
+            # Where the reward is named in the body, the route checks that the token opens it.
+            if closed or not (access.rewards or access.service or access.admin):
+                raise Unauthorized
         if (fault := _unread(scope, headers)) is not None:
             return error_response(*fault)
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self.limits.max_body_bytes:
-            return response_to(too_large(self.limits))
+            raise self._too_large()
         if method == "POST" and self._posted > self.max_requests:
             message = f"the service is busy with {self.max_requests} requests: try again later."
             return error_response(message, "Overloaded", 503, {"Retry-After": "1"})
@@ -118,17 +153,99 @@ class RequestMiddleware:
             names = ", ".join(LOOPBACK)
             message = f"the Host header is none of this machine's names, {names}: use one, or set VLMRM_TOKEN."
             return error_response(message, "InvalidRequest", 421)
+        if path.startswith(OPERATORS):
+            self.gateway.require_admin(access)
         return None
 
-    def _tokens_of(self, path: str) -> list[SecretStr]:
-        """Return the tokens of the reward that a path begins with, `/NAME/...`; none for any other path."""
-        name, slash, _ = path[1:].partition("/")
-        return [self.tokens[0], self.rewards[name]] if slash and name in self.rewards else []
+    async def _handle(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body, take the request's turn, and end the handler with its client."""
+        body = await self._read(receive, context)
+        reward = MODEL.search(body[:ENDS]) or MODEL.search(body[-ENDS:])  # as it seems: only turns depend on it
+        lane = f"{context.client} {scope['path']} {reward[1].decode('latin-1') if reward else ''}"
+        LANE.set(lane)
+        context.is_small = len(body) < SMALL_BYTES and body.count(b",") < FEW_VALUES
+        waits = scope["path"] not in self.results
+        if waits:
+            self._admit(lane)
+        handler = asyncio.current_task()
+        assert handler is not None
+        answered = disconnected = given = False
+
+        async def watch() -> Message:
+            nonlocal disconnected
+            message = await receive()  # the body has been read: only a disconnect can come
+            if not answered:
+                disconnected = True
+                handler.cancel()
+            return message
+
+        async def replay() -> Message:
+            nonlocal given
+            if given:
+                return await asyncio.shield(watching)
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def note(message: Message) -> None:
+            nonlocal answered
+            answered = answered or not message.get("more_body", message["type"] == "http.response.start")
+            await send(message)
+
+        watching = asyncio.create_task(watch())
+        try:
+            if waits:
+                await self.scheduler.next_turn()
+            if time.monotonic() > context.deadline:
+                raise TimedOut("the deadline of the request passed before its turn came: ask again, with more time.")
+            await self.app(scope, replay, note)
+        except asyncio.CancelledError:
+            if not disconnected:
+                raise
+            handler.uncancel()
+            raise ClientGone from None
+        finally:
+            watching.cancel()
+
+    async def _read(self, receive: Receive, context: RequestContext) -> bytes:
+        body = io.BytesIO()  # grows in place, while a join of 200 MB would stop the event loop
+        end = min(time.monotonic() + self.limits.body_timeout, context.deadline)
+        while True:
+            try:
+                async with asyncio.timeout(min(max(end - time.monotonic(), 0.001), IDLE_S)):
+                    message = await receive()
+            except TimeoutError:
+                most = f"{self.limits.body_timeout:g} s, with {IDLE_S:g} s at most between two pieces"
+                raise SlowBody(f"the body did not come in {most}: send it faster, or in parts.") from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            size = body.write(message.get("body", b""))
+            context.body_bytes += size
+            self._bytes += size
+            if context.body_bytes > self.limits.max_body_bytes:
+                raise self._too_large()
+            if self._bytes > (limit := self.limits.max_bodies_bytes):
+                raise Busy(
+                    f"the bodies of all requests together are over the limit of {limit} bytes: try again later."
+                )
+            if not message.get("more_body", False):
+                return body.getvalue()
+
+    def _admit(self, lane: str) -> None:
+        """Raise Busy where a request of this lane would wait too long: in a burst, or while a queue lasts."""
+        wait, limit = self.scheduler.wait(lane), self.limits.max_wait
+        if wait > (limit if self.scheduler.standing() < limit else limit * LASTING):
+            raise Busy(f"the service is busy for the next {wait:.1f} s: try again later.", wait)
+
+    def _too_large(self) -> TooLarge:
+        return TooLarge(
+            f"the body is over the limit of {self.limits.max_body_bytes} bytes: send fewer items at a time."
+        )
 
     def _log(self, scope: Scope, status: int, seconds: float) -> None:
         # Not the path of the request: clients could fill metrics and logs with paths that do not exist.
         route = getattr(scope.get("route"), "path", "other")
-        self.metrics.record_request(route, status, seconds)
+        self.metrics.requests.labels(route, str(status)).inc()  # 0 where the client had disconnected
+        self.metrics.request_seconds.labels(route).observe(seconds)
         level = logging.DEBUG if route in QUIET and status < 400 else logging.INFO
         if not logger.isEnabledFor(level):
             return
@@ -159,3 +276,39 @@ def _unread(scope: Scope, headers: dict[bytes, bytes]) -> tuple[str, str, int] |
         protocol = headers[b"upgrade"].decode("latin-1")[:40]
         return f"the request asks for an upgrade to {protocol}: send it in HTTP/1.1 alone.", "InvalidRequest", 400
     return None
+
+
+def token_of(headers: dict[bytes, bytes]) -> str:
+    """Return the token of a request: Bearer, or of Basic, for clients with only a URL, the password, else the user."""
+    scheme, _, value = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic":
+        try:
+            user, _, password = base64.b64decode(value, validate=True).decode().partition(":")
+            return password or user
+        except ValueError:
+            pass
+    return ""
+
+
+def _deadline(headers: dict[bytes, bytes]) -> float:
+    """Return when the request ends by its client's clock; raises InvalidRequest for a time that is none."""
+    text = headers.get(b"x-request-timeout")
+    if text is None:
+        return math.inf
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidRequest("the header X-Request-Timeout is no number of seconds above 0: send 30, say.")
+    return time.monotonic() + seconds
+
+
+def _wanted(headers: dict[bytes, bytes]) -> str:
+    """Return the revision that a request demands, "" for none; raises InvalidRequest for a text that is none."""
+    text = headers.get(REVISION_HEADER, b"").decode("latin-1")
+    if text and not re.fullmatch(rf"[0-9a-f]{{{DIGITS}}}", text):
+        raise InvalidRequest(f"X-Vlmrm-Revision is no revision, {DIGITS} hexadecimal digits: GET /v1/models has them.")
+    return text

@@ -1,8 +1,4 @@
-"""Processes beside the model that turn the images and videos of conversations into its input.
-
-A file that crashes its decoder, or takes all of the memory that a process may have, so fails by itself; and what
-decoding holds up is never the model. Results come back in shared memory that has no name, so none is left behind.
-"""
+"""Processes beside the model that turn media into its input: a file that crashes its decoder so fails by itself."""
 
 from __future__ import annotations
 
@@ -22,6 +18,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -34,6 +31,7 @@ from vlmrm.serving.worker.channel import Channel, die_with_parent
 
 MEMORY = 4 * 2**30  # bytes that a process may take for one image or video
 LONGEST_S = 120  # for one of them
+MEDIA, ERROR = b"m", b"e"  # which the file of a result holds
 SENT = (str, bytes, bytearray, memoryview)
 LARGE_PIXELS = 2**20  # of an image: a smaller one takes no more memory or time than the way to a process and back
 
@@ -43,8 +41,7 @@ Row = Conversation | RowError
 class MediaProcesses:
     """Up to `count` processes for the media of conversations, started when they are needed.
 
-    Make it before this process has threads and a GPU, neither of which a fork survives, and then `start` it. Processes
-    are forked from one that is made here, so that they start at once and share the libraries' memory.
+    Make it before this process has threads and a GPU, neither of which a fork survives, and then `start` it.
     """
 
     def __init__(self, count: int):
@@ -57,11 +54,7 @@ class MediaProcesses:
         self._idle: queue.SimpleQueue[_MediaProcess] = queue.SimpleQueue()
 
     def start(self, renderer: Renderer) -> bool:
-        """Have the processes work as `renderer` does, without its store.
-
-        Returns:
-            False where they cannot: its processor is of code of its own that was loaded after they were made.
-        """
+        """Have the processes work as `renderer` does; False where its code was loaded after they were made."""
         self._renderer = renderer
         channel = Channel(os.dup(self._forker.fileno()))
         try:
@@ -71,10 +64,7 @@ class MediaProcesses:
             return False
 
     def process(self, rows: Iterable[Row]) -> tuple[list[Row], dict[str, ProcessedMedia]]:
-        """Return the rows, an error in place of each with a broken image or video, and the media by key.
-
-        Small images are left out, and media in memory that are no files: there is nothing to decode.
-        """
+        """Return the rows, an error in place of each with a broken medium, and the media by key."""
         rows = list(rows)
         wanted: dict[str, Medium] = {}
         owners: dict[str, list[int]] = defaultdict(list)
@@ -136,27 +126,21 @@ class _MediaProcess:
         options = medium.options.as_dict() if isinstance(medium, Video) else {}
         try:
             self._channel.send({"kind": medium.kind, "reference": medium.reference, "options": options})
-            _, files, _, _ = socket.recv_fds(self._end, 1, 1)
-            answer = self._channel.receive() if files else None
+            result, files, _, _ = socket.recv_fds(self._end, 1, 1)
         except OSError:  # it was silent, or has gone
-            files, answer = [], None
-        try:
-            if answer is None:
-                self._stop()
-                return MediaError(
-                    f"the process that decoded its {medium.kind} ended, or took over {LONGEST_S} s or "
-                    f"{MEMORY // 2**30} GiB: encode the {medium.kind} again, or send a smaller one"
-                )
-            return MediaError(answer["error"]) if answer else read_media(f"/proc/self/fd/{files[0]}")
-        finally:
-            for file in files:
-                os.close(file)
-
-    def _stop(self) -> None:
-        self.alive = False
-        with suppress(ProcessLookupError):
-            os.kill(self._number, signal.SIGKILL)
-        self._end.close()
+            result, files = b"", []
+        if not files:
+            self.alive = False
+            with suppress(ProcessLookupError):
+                os.kill(self._number, signal.SIGKILL)
+            self._end.close()
+            return MediaError(
+                f"the process that decoded its {medium.kind} ended, or took over {LONGEST_S} s or "
+                f"{MEMORY // 2**30} GiB: encode the {medium.kind} again, or send a smaller one"
+            )
+        with open(files[0], "rb"):  # closes it
+            path = Path(f"/proc/self/fd/{files[0]}")
+            return read_media(str(path)) if result == MEDIA else MediaError(path.read_text())
 
 
 def _is_sent(medium: Medium) -> bool:
@@ -213,17 +197,16 @@ def _process_media(descriptor: int, renderer: Renderer) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
     channel.send({"pid": os.getpid()})
     while (message := channel.receive()) is not None:
-        answer: dict[str, Any] = {}
         with open(os.memfd_create("media"), "wb") as file:
+            result = MEDIA
             try:
-                [media] = renderer.process([Message("user", (_medium(**message),))])
+                reference, options = message["reference"], message["options"]
+                image = message["kind"] == "image"
+                medium = Image(reference) if image else Video(reference, VideoOptions(**options))
+                [media] = renderer.process([Message("user", (medium,))])
                 file.write(pack_media(media))
-                file.flush()
             except RowError as error:
-                answer = {"error": str(error)}
-            socket.send_fds(end, [b"m"], [file.fileno()])
-            channel.send(answer)
-
-
-def _medium(kind: str, reference: Any, options: dict[str, Any]) -> Medium:
-    return Image(reference) if kind == "image" else Video(reference, VideoOptions(**options))
+                result = ERROR
+                file.write(str(error).encode())
+            file.flush()
+            socket.send_fds(end, [result], [file.fileno()])

@@ -17,7 +17,7 @@
 --   P:record:NAME      a protocol's record of a request
 --   P:hosts, P:beats   the health of each process's workers, and when it expires
 -- Channels: P:come carries the name of a reward that has a new job, P:over the id of a finished job.
--- `fair_queue.py` is the same order in the memory of a process.
+-- `memory_backend.py` is the same order in the memory of a process.
 
 local P, operation = KEYS[1], ARGV[1]
 local FIELDS = {'state', 'reward', 'line', 'receipt', 'items', 'bytes', 'cost', 'prefixes', 'priority', 'client',

@@ -1,87 +1,50 @@
-"""One worker of a reward: its loading, and the loop that keeps its process running and feeds it from the queue."""
+"""The workers of rewards: each is loaded, kept running and fed from the queue, and its health is announced."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import logging
+import os
 import random
+import socket
 import time
+import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from anyio.to_thread import run_sync
+from cachetools import LRUCache
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import RowError
 from vlmrm.formats.wire import Item
-from vlmrm.serving.backend import NOT_SERVED, Backend, Job
-from vlmrm.serving.fair_queue import RecentPrefixes, tokens_of
+from vlmrm.serving.backend import NOT_SERVED, Backend, Job, QueueAway
+from vlmrm.serving.memory_backend import tokens_of
 from vlmrm.serving.telemetry import Metrics, trace_batch
+from vlmrm.serving.worker.channel import redact_paths
 from vlmrm.serving.worker_process import CannotLoad, RewardRaised, WorkerDied, WorkerProcess
-from vlmrm.serving.worker_spec import WorkerSpec, digest, revision_of, weights_on_disk
+from vlmrm.serving.worker_spec import WorkerSpec, digest
 
 if TYPE_CHECKING:
-    from vlmrm.serving.decoding import Decoder
-
+    from vlmrm.serving.service import Decoder
 
 logger = logging.getLogger("vlmrm")
 
 BACKOFF_S = (0.5, 60.0)  # before another process is started: the first time, at most
 QUIET_S = 0.01  # without a further job, after which those that came together are begun
 GATHERING_S = 0.1  # for which a batch waits for further jobs, at most
+PREFIXES = 256  # that a worker is thought to keep
 RECENT = 8  # batches; while one of them had several jobs, the next waits for further jobs
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A worker that has loaded its reward, and does not serve yet."""
-
-    spec: WorkerSpec
-    worker: WorkerProcess
-    revision: str
-
-    @classmethod
-    async def load(cls, spec: WorkerSpec) -> Candidate:
-        """Return a worker of `spec`; raises as `WorkerProcess.start`."""
-        worker = None
-        files = partial(weights_on_disk, spec.options, spec.weights)
-        try:
-            before = await run_sync(files, abandon_on_cancel=True)
-            worker = await _worker_class(spec).start(spec)
-            content = (spec.path, spec.options, spec.weights, worker.info)
-            revision = await run_sync(partial(revision_of, *content), abandon_on_cancel=True)
-            if await run_sync(files, abandon_on_cancel=True) != before:  # which of both it has, nobody could say
-                raise WorkerDied("cannot load its reward: its weights were written meanwhile")
-        except BaseException as error:
-            if worker is not None:
-                await worker.stop()
-            if isinstance(error, OSError):
-                reason = f"cannot load its reward: its weights cannot be read ({error.strerror})"
-                raise WorkerDied(reason) from error
-            raise
-        return cls(spec, worker, revision)
-
-
-def _worker_class(spec: WorkerSpec) -> type[WorkerProcess]:
-    if spec.ray is None:
-        return WorkerProcess
-    from vlmrm.serving.ray_worker import RayWorker
-
-    return RayWorker
-
-
 class Replica:
-    """One worker of `reward`, kept running and fed by `run`.
+    """One worker of `reward`, kept running and fed by `run`; without a `decoder` latents go to the worker.
 
-    `ready` is set while it is loaded, `error` says why it cannot be, and `lost` that no restart will help, because its
-    configuration is wrong.
-
-    Args:
-        decoder: of items with latents; without one, latents go to the worker.
+    `ready` is set while it is loaded, `error` says why it cannot be, and `lost` that no restart will help.
     """
 
     def __init__(
@@ -90,11 +53,10 @@ class Replica:
         self.reward, self.spec, self.backend, self.metrics = reward, spec, backend, metrics
         self.decoder = decoder
         self.ready = False
-        self.asleep = False  # set it before `run` to begin so
+        self.asleep = False
         self.lost = False
         self.closing = False  # set it to end after what the worker has been given
         self.error: str | None = None
-        self.refusal: str | None = None  # why it did not change to the model that was wanted last
         self.restarts = 0
         self.info: dict[str, Any] = {}
         self._worker: WorkerProcess | None = None
@@ -102,12 +64,12 @@ class Replica:
         self._turns: deque[tuple[Callable[[], Awaitable[None]], asyncio.Future[None]]] = deque()
         self._turn_comes = asyncio.Event()
         self._ended = False
-        self._taken = 0  # batches that are not finished
+        self.busy = 0  # batches that are not finished
         self._counted: dict[str, float] = {}  # of what the worker computed, what the metrics have
         self._spare = 0.0  # seconds of computing the current batch in which the next need not be prepared
         self._spares: deque[float] = deque(maxlen=RECENT)  # of the last batches, a token
         self._sizes = deque([RECENT], maxlen=RECENT)  # jobs of the last batches
-        self._recent = RecentPrefixes()
+        self._recent: LRUCache[str, None] = LRUCache(PREFIXES)  # of the jobs that it was given last
         self.process_id: int | None = None
 
     @property
@@ -117,11 +79,6 @@ class Replica:
             return self.model_revision
         return digest(self.model_revision, self.decoder.replica.revision)
 
-    @property
-    def busy(self) -> bool:
-        """Whether it has a batch that is not finished."""
-        return self._taken > 0
-
     async def run(self) -> None:
         """Keep a worker running and fed, until cancelled, `closing`, or `lost`; while `asleep` there may be none."""
         pause = 0.0
@@ -130,21 +87,20 @@ class Replica:
                 try:
                     await self._rest(pause)
                     if self._worker is None and not self.asleep:
-                        self._use(await Candidate.load(self.spec))
+                        self._use(await WorkerProcess.start(self.spec))
                     pause = 0.0
                     await self._feed()
-                except CannotLoad as error:
-                    if self.model_revision:  # it could be loaded before, and may be again
-                        pause = self._note_failure(error, pause)
-                        continue
-                    self.lost = True
-                    self.error = f"the worker of {self.reward} {error}"
-                    logger.error("%s; correct its configuration and start the service again", self.error.rstrip("."))
-                    return
                 except Exception as error:
+                    # What could be loaded before may be again.
+                    if isinstance(error, CannotLoad) and not self.model_revision:
+                        self.lost, self.error = True, f"the worker of {self.reward} {error}"
+                        logger.error(
+                            "%s; correct its configuration and start the service again", self.error.rstrip(".")
+                        )
+                        return
                     pause = self._note_failure(error, pause)
                 finally:
-                    await self._end_worker()
+                    await self._end_worker(self._worker)
         except Exception as error:  # of what is done about errors: requests fail rather than wait for ever
             self.lost = True
             self.error = f"the worker of {self.reward} is not fed any more ({type(error).__name__})"
@@ -176,16 +132,13 @@ class Replica:
         logger.error("%s; another is started %s", message.rstrip("."), again, exc_info=fault)
         return pause
 
-    async def _end_worker(self) -> None:
-        self.ready = False
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            await self._stop(worker)
-
-    async def _stop(self, worker: WorkerProcess) -> None:
+    async def _end_worker(self, worker: WorkerProcess | None) -> None:
         """End a worker; should that fail, log it, so that another can take its place."""
+        if worker is self._worker:
+            self._worker, self.ready = None, False
         try:
-            await worker.stop()
+            if worker is not None:
+                await worker.stop()
         except Exception:
             logger.exception("a worker of %s may run on: it could not be stopped", self.reward)
 
@@ -194,25 +147,15 @@ class Replica:
         for job in await self.backend.take(self.reward, self.spec.budget):
             await self.backend.fail(job, f"{self.error}".rstrip("."))
 
-    # Between batches -------------------------------------------------------------------------------------------------
+    async def switch(self, worker: WorkerProcess) -> None:
+        """Have `worker` compute all further batches, and end the one that did; returns once it does."""
+        await self._take_turn(partial(self._put_in_place, worker))
 
-    async def switch(self, candidate: Candidate) -> None:
-        """Have `candidate` compute all further batches, and end the worker that did; returns once it does."""
-        await self._take_turn(partial(self._put_in_place, candidate))
-
-    async def sleep(self) -> None:
-        """Free the worker's memory of the accelerator, and begin no batch until `wake`; jobs wait.
-
-        Where the reward has no method for that, or it fails, the worker ends. Raises as `switch`.
-        """
-        await self._take_turn(self._sleep)
-
-    async def wake(self) -> None:
-        """End a `sleep`."""
-        await self._take_turn(self._wake)
+    async def sleep(self, asleep: bool) -> None:
+        """Free the accelerator's memory, by the worker's end where it has no method for it, until it is woken."""
+        await self._take_turn(partial(self._sleep, asleep))
 
     async def _take_turn(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work` while no batch runs."""
         if self._ended:
             raise WorkerDied("has ended")
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -221,7 +164,6 @@ class Replica:
         await done
 
     async def _run_turns(self) -> None:
-        """Do what waits until no batch runs."""
         while self._turns:
             work, done = self._turns.popleft()
             try:
@@ -234,35 +176,31 @@ class Replica:
                 done.set_result(None)
         self._turn_comes.clear()
 
-    async def _put_in_place(self, candidate: Candidate) -> None:
+    async def _put_in_place(self, worker: WorkerProcess) -> None:
         old = self._worker
-        self._use(candidate)
-        if old is not None:
-            await self._stop(old)
+        self._use(worker)
+        await self._end_worker(old)
         if self.asleep:
             await self._free()
 
-    async def _sleep(self) -> None:
-        if not self.asleep:
-            self.asleep, self.error = True, None
+    async def _sleep(self, asleep: bool) -> None:
+        before, self.asleep = self.asleep, asleep
+        if asleep and not before:
+            self.error = None
             await self._free()
+        elif before and not asleep and not await self._control("wake"):
+            await self._end_worker(self._worker)
+            self._use(await WorkerProcess.start(self.spec))
 
     async def _free(self) -> None:
-        """Free the worker's memory of the accelerator."""
         self._recent.clear()
-        if not (self._worker is not None and self._worker.sleeps and await self._control("sleep")):
-            await self._end_worker()
-
-    async def _wake(self) -> None:
-        if self.asleep:
-            self.asleep = False
-            if self._worker is None or not await self._control("wake"):
-                await self._end_worker()
-                self._use(await Candidate.load(self.spec))
+        if not await self._control("sleep"):
+            await self._end_worker(self._worker)
 
     async def _control(self, action: str) -> bool:
-        """Return whether the worker has done so."""
-        assert self._worker is not None
+        """Return whether there is a worker that has done so."""
+        if self._worker is None or not self._worker.sleeps:
+            return False
         try:
             await self._worker.control(action, self.spec.load_timeout)
         except (RewardRaised, WorkerDied) as error:
@@ -270,24 +208,17 @@ class Replica:
             return False
         return True
 
-    def _use(self, candidate: Candidate) -> None:
-        """Have the worker of `candidate` compute what comes next."""
-        self.spec, self._worker, self.model_revision = candidate.spec, candidate.worker, candidate.revision
+    def _use(self, worker: WorkerProcess) -> None:
+        self.spec, self._worker, self.model_revision = worker.spec, worker, worker.revision
         self._recent.clear()
         self._spares.clear()
         self._counted = {}
-        self.info, self.error, self.ready = candidate.worker.info, None, True
-        self.refusal = None
-        self.process_id = candidate.worker.process.pid
+        self.info, self.error, self.ready = worker.info, None, True
+        self.process_id = worker.process.pid
         logger.info("the worker of %s is ready (process %d)", self.reward, self.process_id)
 
-    # Batches ---------------------------------------------------------------------------------------------------------
-
     async def _feed(self) -> None:
-        """Run batches until `closing`. While a worker that prepares computes one, the next is taken, and no other.
-
-        It is taken just in time to be prepared: until then more may come that share computation, or go first.
-        """
+        """Run batches until `closing`. While a worker that prepares computes one, the next is taken, just in time."""
         batches: list[asyncio.Task[None]] = []
         try:
             while not self.closing:
@@ -320,16 +251,11 @@ class Replica:
     async def _run_batch(
         self, worker: WorkerProcess, begun: asyncio.Future[None] | None = None, *before: asyncio.Task[None]
     ) -> None:
-        """Take one batch from the queue, score it and store its results; none where something else has its turn.
-
-        Args:
-            begun: is done once the next batch may be taken.
-            before: the batches that the worker still has.
-        """
+        """Score one batch of the queue; `begun` is done once the next may be taken, `before` are still computed."""
         jobs = await self._take(worker, self.spec.budget)
         if not jobs:
             return
-        self._taken += 1
+        self.busy += 1
         sent = False
         try:
             if jobs[0].attempts:  # it may harm those that the worker has as well
@@ -342,9 +268,10 @@ class Replica:
                 await self.backend.requeue(jobs, None)
                 return
             sent = True
-            self._recent.add(jobs)
+            self._recent.update(dict.fromkeys(prefix for job in jobs for prefix in job.prefixes))
             taken = time.time()
-            self.metrics.record_waits(self.reward, [max(0.0, taken - job.created) for job in jobs])
+            for job in jobs:
+                self.metrics.latency.labels(self.reward, "waiting").observe(max(0.0, taken - job.created))
             outcomes, seconds = await self._score(worker, jobs, begun)
             self.metrics.record_batch(self.reward, outcomes, seconds)
             trace_batch(jobs, taken, time.time() - seconds, time.time())
@@ -358,20 +285,14 @@ class Replica:
                 await self.backend.fail(jobs[0], str(error))
             else:
                 await self.backend.requeue(jobs, f"the reward {self.reward} failed ({error})")
-        except WorkerDied as error:
-            await self.backend.requeue(jobs, f"the worker of {self.reward} {error}" if sent else None)
-            raise
-        except asyncio.CancelledError:
-            await self.backend.requeue(jobs, None)
-            raise
-        except Exception as error:
-            # It may be what these jobs bring about: they are tried once more, each alone.
-            await self.backend.requeue(
-                jobs, f"the service failed at a batch of {self.reward} ({type(error).__name__})"
-            )
+        except BaseException as error:  # which these jobs may have brought about: they are tried once more, each alone
+            blame = f"the service failed at a batch of {self.reward} ({type(error).__name__})"
+            if isinstance(error, WorkerDied):
+                blame = f"the worker of {self.reward} {error}" if sent else None
+            await self.backend.requeue(jobs, None if isinstance(error, asyncio.CancelledError) else blame)
             raise
         finally:
-            self._taken -= 1
+            self.busy -= 1
 
     async def _take(self, worker: WorkerProcess, budget: int, patience: float | None = None) -> list[Job]:
         """Return the next jobs, of `budget` tokens; none where a turn, or the end of `patience`, comes before."""
@@ -379,7 +300,10 @@ class Replica:
         try:
             await self._wait(worker, taking, patience=patience)
             if taking.done():
-                return await self._served(taking.result())
+                jobs = taking.result()
+                for job in (refused := [job for job in jobs if job.wanted not in ("", self.revision)]):
+                    await self.backend.fail(job, NOT_SERVED)
+                return [job for job in jobs if job not in refused] if refused else jobs
             taking.cancel()
             return []
         except BaseException:
@@ -388,13 +312,6 @@ class Replica:
                 await self.backend.requeue(taking.result(), None)
             taking.cancel()
             raise
-
-    async def _served(self, jobs: list[Job]) -> list[Job]:
-        """Return the jobs that this revision may compute, and fail the others."""
-        refused = [job for job in jobs if job.wanted not in ("", self.revision)]
-        for job in refused:
-            await self.backend.fail(job, NOT_SERVED)
-        return [job for job in jobs if job not in refused] if refused else jobs
 
     async def _wait(
         self, worker: WorkerProcess | None, *others: asyncio.Future[Any], patience: float | None = None
@@ -410,10 +327,7 @@ class Replica:
             raise WorkerDied(worker.died.result())
 
     async def _gather(self, worker: WorkerProcess, jobs: list[Job]) -> None:
-        """Add jobs that come right after `jobs` and may share computation, such as the candidates of a group.
-
-        A client that sends one request at a time waits for none of this: its batches had one job lately.
-        """
+        """Add jobs that come right after `jobs`, such as a group's; who sends one request at a time waits for none."""
         end = time.monotonic() + GATHERING_S
         while max(self._sizes) > 1 and not jobs[0].attempts:
             budget = self.spec.budget - tokens_of(jobs)
@@ -438,24 +352,23 @@ class Replica:
         items, requests = _items(jobs), [job.request_id for job in jobs if job.request_id]
         decoded = [] if self.decoder is None else await self.decoder.decode(items)
         if decoded:
-            items = [result.item for result in decoded if not isinstance(result, RowError)]
+            items = [result[0] for result in decoded if not isinstance(result, RowError)]
         outcomes, seconds = [], 0.0
         if items:
             tokens = max(1, tokens_of(jobs))
             self._spare = max(0.0, tokens * min(self._spares, default=0.0) - GATHERING_S)
             outcomes, seconds, preparing = await worker.score(items, self.spec.batch_timeout, requests, begun)
             self.metrics.compute_seconds.labels(self.reward).inc(seconds)
-            self.metrics.record_computed(self.reward, self._counted, worker.computed)
+            for what, count in worker.computed.items():
+                self.metrics.computed.labels(self.reward, what).inc(max(0.0, count - self._counted.get(what, 0.0)))
             self._counted = worker.computed
             self._spares.append((seconds - 2 * preparing) / tokens)
         if not decoded:
             return outcomes, seconds
         scored = iter(outcomes)
         return [
-            Outcome(error=result.reason)
-            if isinstance(result, RowError)
-            else replace(next(scored), decode_seconds=result.seconds)
-            for result in decoded
+            Outcome(error=it.reason) if isinstance(it, RowError) else replace(next(scored), decode_seconds=it[1])
+            for it in decoded
         ], seconds
 
 
@@ -466,3 +379,104 @@ def _items(jobs: Sequence[Job]) -> list[Item]:
         for number, job in enumerate(jobs)
         for item in job.items
     ]
+
+
+# Their health --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class WorkerHealth:
+    """The health of one reward's workers: how many there are, are ready, asleep, and failing to load.
+
+    `info` is what one of them says about its reward; `revisions` are those of loaded workers.
+    """
+
+    workers: int = 0
+    ready: int = 0
+    asleep: int = 0
+    failing: int = 0
+    restarts: int = 0  # since their processes started
+    errors: list[str] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+    revisions: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, replica: Replica) -> WorkerHealth:
+        return cls(
+            workers=1,
+            ready=int(replica.ready and not replica.asleep),
+            asleep=int(replica.asleep),
+            failing=int(replica.error is not None and not replica.ready),
+            restarts=replica.restarts,
+            errors=[redact_paths(replica.error)] if replica.error else [],
+            info={**replica.info, "revision": replica.revision} if replica.revision else {},
+            revisions=[replica.revision] if replica.revision and (replica.ready or replica.asleep) else [],
+        )
+
+    @classmethod
+    def read(cls, announced: Mapping[str, Any]) -> WorkerHealth:
+        """Read what a process announced; in a rolling update it may be of another version of vlmrm."""
+        return cls(**{name: value for name, value in announced.items() if name in cls.__dataclass_fields__})
+
+    @classmethod
+    def merge(cls, parts: Iterable[WorkerHealth]) -> WorkerHealth:
+        parts = list(parts)
+        counts = ("workers", "ready", "asleep", "failing", "restarts")
+        return cls(
+            **{name: sum(getattr(part, name) for part in parts) for name in counts},
+            errors=sorted({error for part in parts for error in part.errors}),
+            info=next((part.info for part in parts if part.info), {}),
+            revisions=sorted({revision for part in parts for revision in part.revisions}),
+        )
+
+    @property
+    def unavailable(self) -> bool:
+        """Return whether there are workers, and none of them can load."""
+        return 0 < self.workers == self.failing
+
+
+class WorkerRegistry:
+    """The health of all workers, kept up to date by rounds of `update`; `error` says why it is not."""
+
+    def __init__(self, backend: Backend, replicas: Mapping[str, Sequence[Replica]], silence: float):
+        self.error: str | None = None
+        self._name = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+        self._backend, self._replicas, self._silence = backend, replicas, silence
+        self._remote: list[dict[str, WorkerHealth]] = []  # of each other process, by reward
+
+    def health(self, reward: str) -> WorkerHealth:
+        """Return the health of a reward's workers in all processes, in this one as of now."""
+        local = map(WorkerHealth.of, self._replicas.get(reward, []))
+        return WorkerHealth.merge([*local, *(rewards[reward] for rewards in self._remote if reward in rewards)])
+
+    async def update(self) -> None:
+        try:
+            await self.announce()
+            await self.refresh()
+            self.error = None
+        except QueueAway as error:  # what was announced last stays valid meanwhile
+            self.error = str(error)
+
+    async def announce(self) -> None:
+        """Tell other processes of this one's workers; raises QueueAway."""
+        rewards = {
+            name: asdict(WorkerHealth.merge(map(WorkerHealth.of, replicas)))
+            for name, replicas in self._replicas.items()
+            if replicas
+        }
+        if rewards:
+            await self._backend.announce(self._name, rewards, self._silence)
+
+    async def refresh(self) -> None:
+        """Read what other processes announced; raises QueueAway."""
+        announcements = await self._backend.announcements()
+        self._remote = [
+            {name: WorkerHealth.read(health) for name, health in rewards.items()}
+            for process, rewards in announcements.items()
+            if process != self._name
+        ]
+
+    async def unregister(self) -> None:
+        """Announce that this process has no workers any more."""
+        with suppress(QueueAway):  # its silence will tell
+            await self._backend.announce(self._name, {}, 0)

@@ -11,8 +11,7 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
@@ -29,7 +28,7 @@ from vlmrm.serving.errors import error_response
 from vlmrm.serving.middleware import HEADER_BYTES, connection_limit
 from vlmrm.serving.service import Service
 from vlmrm.serving.settings import RewardSettings, load_settings, validate_settings
-from vlmrm.serving.telemetry import set_log_format
+from vlmrm.serving.telemetry import LineFormatter
 from vlmrm.serving.versions import is_repository
 from vlmrm.serving.worker_spec import is_trained
 from vlmrm.settings import nearest_file
@@ -55,11 +54,9 @@ Role = Literal["everything", "api", "workers"]
 
 
 def serve(config: Path | None, model: str | None, overrides: Mapping[str, Any], role: Role = "everything") -> None:
-    """Serve until told to stop; SIGTERM lets accepted jobs finish.
+    """Serve until told to stop; SIGTERM lets accepted jobs finish. `overrides` take precedence over the file.
 
-    Args:
-        overrides: settings that take precedence over the file's, such as `port`; None leaves the file's.
-        role: `api` answers requests, `workers` computes them: any number of each share one Redis.
+    With the role `api` it answers requests, with `workers` it computes them: any number of each share one Redis.
     """
     if (config is None) == (model is None):
         raise ConfigError("give either --config FILE or --model CHECKPOINT.")
@@ -71,14 +68,14 @@ def serve(config: Path | None, model: str | None, overrides: Mapping[str, Any], 
         settings = validate_settings({**overrides, "reward_args": [reward]}, "the command line")
     if role != "everything" and not settings.has_redis:
         raise ConfigError(f"vlmrm serve {role} shares its queue with other processes: set redis_host or redis_url.")
-    if role != "api" and not settings.has_redis:  # else its workers, or the model that is wanted, are others
-        for reward in settings.reward_args:
-            check_model(reward)
+    for reward in settings.reward_args if role != "api" else ():
+        check_model(reward)
     raise_file_limit()  # before the application reads it
     app = create_app(Service(settings, workers=role != "api"), requests=role != "workers")
     with listen(settings.host, settings.port) as listener:
         start_log("serve")
-        set_log_format(logger, as_json=settings.log_format == "json")
+        for handler in logger.handlers:
+            handler.setFormatter(LineFormatter(settings.log_format == "json"))
         run(app, listener, ", ".join(reward.name for reward in settings.reward_args))
 
 
@@ -88,9 +85,8 @@ def check_model(reward: RewardSettings) -> None:
     if not is_trained(reward) or reward.ray_address or (is_repository(reward.model_path) and not path.parent.is_dir()):
         return  # on other machines, or in the hub, only a worker can tell
     if not path.is_dir():
-        raise ConfigError(
-            f"the model of {reward.name} is {path}, which is no folder{nearest_file(path, ': check the path.')}"
-        )
+        near = nearest_file(path, ": check the path.")
+        raise ConfigError(f"the model of {reward.name} is {path}, which is no folder{near}")
     if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         raise ConfigError(
             f"the model of {reward.name} is {path}, which is no checkpoint, as it has neither a config.json nor an "
@@ -107,7 +103,6 @@ def raise_file_limit() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
@@ -118,13 +113,12 @@ def listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        reasons = {
-            errno.EADDRINUSE: f"port {port} of {host} is in use: choose another with --port, or 0 for any free one.",
-            errno.EACCES: f"port {port} is reserved for root: choose one from 1024 on with --port.",
-            errno.EADDRNOTAVAIL: f"host {host} is no address of this machine: use 127.0.0.1 or 0.0.0.0.",
-        }
-        otherwise = f"{host}:{port} cannot be listened at ({error.strerror}): choose another host or port."
-        raise ConfigError(reasons.get(error.errno or 0, otherwise)) from error
+        reason = f"{host}:{port} cannot be listened at ({error.strerror}): choose another host or port."
+        if error.errno == errno.EADDRINUSE:
+            reason = f"port {port} of {host} is in use: choose another with --port, or 0 for any free one."
+        elif error.errno == errno.EADDRNOTAVAIL:
+            reason = f"host {host} is no address of this machine: use 127.0.0.1 or 0.0.0.0."
+        raise ConfigError(reason) from error
     listener.listen(BACKLOG)
     return listener
 
@@ -151,10 +145,9 @@ def run(app: FastAPI, listener: socket.socket, names: str) -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("uvicorn", "asyncio"):  # the latter says that no connection can be accepted
         logging.getLogger(name).handlers = logger.handlers
-    drain = partial(app.state.gateway.service.drain, fetched=True)
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    server = DrainingServer(config, f"Serving {names} on {url}", drain, app.state.gateway.service.unloadable)
+    server = DrainingServer(config, f"Serving {names} on {url}", app.state.gateway.service)
     server.run(sockets=[listener])
     if server.problem is not None:
         raise ConfigError(server.problem)
@@ -164,22 +157,11 @@ relies_on(uvicorn.Server, overridden=("startup", "handle_exit", "shutdown"), att
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, which drains the service before it closes the port, and logs `ready` once it answers.
+    """uvicorn's server, which drains the service before it closes the port, and ends once there is a `problem`."""
 
-    Args:
-        drain: waits at most so many seconds until accepted jobs are finished and their results fetched.
-        unloadable: returns why the service cannot go on, once it cannot; that is then its `problem`, and it ends.
-    """
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        ready: str,
-        drain: Callable[[float], Awaitable[None]],
-        unloadable: Callable[[], str | None],
-    ):
+    def __init__(self, config: uvicorn.Config, ready: str, service: Service):
         super().__init__(config)
-        self.ready, self.drain, self.unloadable = ready, drain, unloadable
+        self.ready, self.service = ready, service
         self.problem: str | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -195,7 +177,7 @@ class DrainingServer(uvicorn.Server):
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        while (problem := self.unloadable()) is None:
+        while (problem := self.service.unloadable()) is None:
             await asyncio.sleep(WATCHED_S)
         self.problem, self.should_exit = problem, True
 
@@ -207,7 +189,7 @@ class DrainingServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         logger.info("Stopping: accepted requests are finished first; a second signal ends the service at once")
         started = time.monotonic()
-        await self.drain(DRAIN_S)
+        await self.service.drain(DRAIN_S, fetched=True)
         self.config.timeout_graceful_shutdown = max(1, round(DRAIN_S - (time.monotonic() - started)))
         await super().shutdown(sockets)
 
@@ -216,7 +198,6 @@ relies_on(
     HttpToolsProtocol,
     *("send_400_response", "connection_made", "connection_lost", "data_received"),
     *("on_message_begin", "on_headers_complete", "on_body", "on_response_complete", "pause_writing", "resume_writing"),
-    *("_unsupported_upgrade_warning",),
     attributes=("loop", "transport", "connections", "cycle", "pipeline", "flow"),
 )
 
@@ -224,8 +205,7 @@ relies_on(
 class HeaderLimitProtocol(HttpToolsProtocol):
     """A connection that is closed when a request's headers take longer than `HEADER_S`, or exceed `HEADER_BYTES`.
 
-    So is one that goes on sending a refused body, or does not read its answer. uvicorn itself would wait without end.
-    A body in thousands of tiny chunks, which cost far more to parse than to send, is refused.
+    So is one that goes on sending a refused body, does not read its answer, or sends thousands of tiny chunks.
     """
 
     warned = -math.inf  # when it was logged that connections are too many
@@ -251,10 +231,8 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         idle = min(others, key=lambda it: it.idle_since, default=self)
         if time.monotonic() > HeaderLimitProtocol.warned + WARNING_S:
             HeaderLimitProtocol.warned = time.monotonic()
-            logger.warning(
-                "%d connections are open, as many as the limit of open files leaves: those that are idle are closed",
-                len(self.connections),
-            )
+            message = "%d connections are open, as many as the limit of files leaves: those that are idle are closed"
+            logger.warning(message, len(self.connections))
         if idle.idle_since < math.inf:
             idle.idle_since = math.inf  # it is closed in the next round: meanwhile others make room
             idle.transport.close()
@@ -282,9 +260,6 @@ class HeaderLimitProtocol(HttpToolsProtocol):
         headers = b"".join(b"%s: %s\r\n" % header for header in response.raw_headers)
         self.transport.write(b"HTTP/1.1 400 Bad Request\r\n%s\r\n%s" % (headers, response.body))
         self.transport.close()
-
-    def _unsupported_upgrade_warning(self) -> None:
-        pass  # RequestMiddleware refuses it where it would matter
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

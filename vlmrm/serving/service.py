@@ -10,27 +10,30 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from vlmrm.errors import VlmrmError
+from cachetools import LRUCache
+from opentelemetry import propagate
+
+from vlmrm.conversation import Outcome
+from vlmrm.errors import RowError, VlmrmError
 from vlmrm.formats.wire import Item
 from vlmrm.libraries import needs
-from vlmrm.serving.backend import Backend, Job, QueueAway, State, Status
-from vlmrm.serving.cost import VIDEO_COLUMNS, children, count_pixels, count_prefixes, estimate_tokens
-from vlmrm.serving.decoding import Decoder
+from vlmrm.serving.backend import Backend, Job, QueueAway, State
 from vlmrm.serving.event_loop import computed, current_request, in_thread, repeat
-from vlmrm.serving.health import WorkerHealth, WorkerRegistry
+from vlmrm.serving.media import count_pixels, count_prefixes, estimate_tokens, has_video
 from vlmrm.serving.memory_backend import MemoryBackend
-from vlmrm.serving.replica import Replica
-from vlmrm.serving.settings import RewardSettings, ServiceSettings
-from vlmrm.serving.telemetry import REQUEST_ID, Metrics, current_trace
+from vlmrm.serving.replica import Replica, WorkerHealth, WorkerRegistry
+from vlmrm.serving.settings import DecodeSettings, Limits, RewardSettings, ServiceSettings
+from vlmrm.serving.telemetry import REQUEST_ID, Metrics
 from vlmrm.serving.versions import Versions
-from vlmrm.serving.worker_spec import is_trained, worker_specs
+from vlmrm.serving.worker_spec import WorkerSpec, is_trained, worker_specs
 
 logger = logging.getLogger("vlmrm")
 
 DECODER = "[decode_args]"  # among the names of rewards in the registry, none of which is called so
 WATCHED_S = 2.0  # between two looks at the depth of the queues
-POLL_S = 1.0  # between two looks whether any worker will load what a request waits for
 STOPPING_S = 10.0  # for workers to end, and to return their jobs to a queue that may be away
+WAN = "vlmrm.serving.engines.WanDecoder"
+NAME = "decoder"  # in metrics and logs, in place of a reward's name
 
 
 class UnknownReward(VlmrmError):
@@ -52,11 +55,7 @@ class NotServed(VlmrmError):
 
 
 class Service:
-    """The rewards of `settings`. Use `start`, then `submit` and `wait`, then `drain` and `stop`.
-
-    Args:
-        workers: False leaves computing to other processes that share the queue.
-    """
+    """The rewards of `settings`, computed here if with `workers`: `start`, `submit` and `wait`, `drain`, `stop`."""
 
     def __init__(self, settings: ServiceSettings, backend: Backend | None = None, *, workers: bool = True):
         self.settings = settings
@@ -69,7 +68,7 @@ class Service:
         decoders = {DECODER: [self.decoder.replica]} if self.decoder is not None else {}
         self.registry = WorkerRegistry(self.backend, {**self.replicas, **decoders}, silence)
         self.versions = {
-            name: Versions(settings, reward, self.replicas[name], self.backend, self.registry.announce)
+            name: Versions(settings, reward, self.replicas[name], self.registry)
             for name, reward in self.rewards.items()
         }
         self.draining = False
@@ -90,15 +89,10 @@ class Service:
         moment = self.settings.limits.silence / 10  # so that one lost announcement does no harm
         runs: list[Coroutine[Any, Any, None]] = [
             repeat("saying which workers are ready", self.registry.update, moment, self._errors),
-            repeat("counting what waits", self._watch_queues, WATCHED_S, self._errors),
+            repeat("counting what waits", self.update_gauges, WATCHED_S, self._errors),
         ]
-        for name, replicas in self.replicas.items():
-            versions = self.versions[name]
-            runs.append(repeat(f"following which model of {name} is wanted", versions.follow, moment, self._errors))
-            if replicas:
-                runs.append(self._run(replicas, versions.begun))
-        if self.decoder is not None:
-            runs.append(self._run([self.decoder.replica]))
+        groups = [*self.replicas.values(), [self.decoder.replica] if self.decoder is not None else []]
+        runs += [self._run(replicas) for replicas in groups if replicas]
         self._loops = [asyncio.create_task(run) for run in runs]
 
     @property
@@ -111,13 +105,8 @@ class Service:
         replicas = (one for replicas in self.replicas.values() for one in replicas)
         return next((f"{one.error}" for one in replicas if one.lost and not one.model_revision), None)
 
-    async def _run(self, replicas: Sequence[Replica], begin: asyncio.Event | None = None) -> None:
-        """Keep the workers of a reward running; once all are lost, fail its jobs.
-
-        In a shared queue other processes may load the reward: there `wait` decides.
-        """
-        if begin is not None:
-            await begin.wait()
+    async def _run(self, replicas: Sequence[Replica]) -> None:
+        """Keep the workers of a reward running; once all are lost, fail its jobs, unless others may load it."""
         runs = [asyncio.create_task(replica.run()) for replica in replicas]
         try:
             await asyncio.wait(runs)
@@ -129,8 +118,6 @@ class Service:
         if not first.backend.persistent and all(replica.lost for replica in replicas):
             await repeat(f"refusing what asks for {first.reward}", first.fail_waiting, 0, self._errors)
 
-    # Rewards and their health ----------------------------------------------------------------------------------------
-
     def reward(self, name: str | None) -> RewardSettings:
         """Return the reward of that name; for None the only one."""
         if name is None and len(self.rewards) == 1:
@@ -141,7 +128,6 @@ class Service:
         return self.rewards[name]
 
     def health(self, name: str) -> WorkerHealth:
-        """Return the health of a reward's workers, in all processes."""
         return self.registry.health(name)
 
     def decoder_health(self) -> WorkerHealth | None:
@@ -153,7 +139,7 @@ class Service:
         return self.health(name).info
 
     async def update_gauges(self) -> None:
-        """Bring the gauges up to date; while the queue is away, those of its depth are absent rather than stale."""
+        """Bring the figures of what waits up to date; while the queue is away, gauges are absent rather than stale."""
         for name, replicas in self.replicas.items():
             self.metrics.ready.labels(name).set(sum(replica.ready for replica in replicas))
         depths: dict[str, tuple[int, int]] = {}
@@ -166,17 +152,10 @@ class Service:
         for name, (jobs, size) in depths.items():
             self.metrics.waiting.labels(name).set(jobs)
             self.metrics.waiting_bytes.labels(name).set(size)
-
-    async def _watch_queues(self) -> None:
-        """Keep how many jobs wait, for the status page."""
-        for name in self.rewards:
-            with suppress(QueueAway):
-                self.metrics.history.record_waiting(name, (await self.backend.depth(name))[0])
-
-    # Jobs ------------------------------------------------------------------------------------------------------------
+            minute = self.metrics.history.minute(name)
+            minute.waiting = max(minute.waiting, jobs)
 
     async def submit(self, reward: str, items: Sequence[Item]) -> str:
-        """Accept items for a reward and return the id of their job; raises as `job` and `accept` do."""
         return await self.accept(await self.job(reward, items))
 
     async def job(self, reward: str, items: Sequence[Item], priority: int = 0) -> Job:
@@ -186,12 +165,11 @@ class Service:
         make = partial(self._make_job, reward, list(items), priority, self.info(reward).get("max_pixels"))
         # Files of the service and images by URL may be large in a small request.
         named = self.settings.media_root is not None or self.settings.allowed_hosts
-        job = await (in_thread if named or _has_video(items) else computed)(make)
+        job = await (in_thread if named or has_video(items) else computed)(make)
         if len(items) > max_items or job.size > max_bytes:
-            raise TooLarge(
-                f"a request of {len(items)} items in {job.size} bytes is over what the queue can hold, "
-                f"{max_items} items in {max_bytes} bytes: send fewer at a time."
-            )
+            most = f"{max_items} items in {max_bytes} bytes"
+            sent = f"a request of {len(items)} items in {job.size} bytes"
+            raise TooLarge(f"{sent} is over what the queue can hold, {most}: send fewer at a time.")
         return job
 
     def _make_job(self, reward: str, items: list[Item], priority: int, max_pixels: int | None) -> Job:
@@ -199,23 +177,22 @@ class Service:
         limit = self.settings.limits.max_total_pixels
         pixels = count_pixels(items, once=trained)
         if pixels > limit:
+            what = f"the images and frames of a request are {pixels} pixels"
             raise TooLarge(
-                f"the images and frames of a request are {pixels} pixels, over the limit max_total_pixels of {limit}: "
-                "send fewer at a time, or smaller ones."
+                f"{what}, over the limit max_total_pixels of {limit}: send fewer at a time, or smaller ones."
             )
         cost, prefixes = count_prefixes(items, max_pixels) if trained else (estimate_tokens(items, max_pixels), {})
         job = Job(reward, items, cost=cost, prefixes=prefixes, priority=priority)
         request = current_request()
         job.client, job.wanted = request.client, request.wanted
-        job.request_id, job.trace = REQUEST_ID.get() or "", current_trace()
+        job.request_id, carrier = REQUEST_ID.get() or "", dict[str, str]()
+        propagate.inject(carrier)
+        job.trace = carrier.get("traceparent", "")
         _ = job.key  # computed in the thread, as many bytes take long to hash
         return job
 
     async def accept(self, job: Job, deadline: float | None = None) -> str:
-        """Queue a job as of now and return its id; after an error it can be tried again.
-
-        While no worker is ready, the revision that will be served is unknown: no earlier result is reused.
-        """
+        """Queue a job as of now and return its id; after an error it can be tried again."""
         self._check_serving(job.reward)
         job.created, job.deadline = time.time(), deadline
         if not self.health(job.reward).revisions:  # this process may have started just now
@@ -239,40 +216,8 @@ class Service:
         if self.health(reward).unavailable:
             raise NotServing(f"the reward {reward} cannot be computed now: see /ready.")
 
-    async def wait(self, reward: str, job_id: str, timeout: float) -> Status | None:
-        """Return the status once the job is finished, or as it is after `timeout` seconds; None for an unknown job.
-
-        A job whose reward no worker in any process will load has failed.
-        """
-        if not self.backend.persistent:
-            return await self.backend.wait(job_id, timeout)
-        # Workers of other processes may be lost while this request waits: the health of all is looked at meanwhile.
-        waiting = asyncio.ensure_future(self.backend.wait(job_id, timeout))
-        try:
-            while not waiting.done():
-                await asyncio.wait({waiting}, timeout=POLL_S)
-                health = self.health(reward)
-                if waiting.done() or not health.workers or health.lost < health.workers:
-                    continue
-                with suppress(QueueAway):
-                    status = await self.backend.status(job_id)
-                    if status is not None and status.state is State.queued:
-                        await self.backend.cancel(job_id)
-                        return Status(State.failed, error="; ".join(health.errors).rstrip("."))
-            return waiting.result()
-        finally:
-            waiting.cancel()
-
-    # Shutdown --------------------------------------------------------------------------------------------------------
-
     async def drain(self, timeout: float, *, fetched: bool = False) -> None:
-        """Refuse new jobs, and wait `timeout` seconds at most until the accepted ones are finished.
-
-        In a shared queue other processes finish what waits: there only what runs in this process is waited for.
-
-        Args:
-            fetched: also wait until requests have got the results that end with this process.
-        """
+        """Refuse new jobs, and wait `timeout` seconds at most until those accepted are finished, or `fetched`."""
         self.draining = True
         # In a shared queue a worker that went on would take jobs for ever.
         for replicas in self.replicas.values():
@@ -282,19 +227,16 @@ class Service:
         while time.monotonic() < end and (await self._busy() or (fetched and await self.backend.unfetched())):
             await asyncio.sleep(0.05)
         for name, count in (await self.backend.unfetched()).items() if fetched else ():
-            logger.warning(
-                "the results of %d requests to %s are lost, as nobody has asked for them in time: a queue in Redis "
-                "would keep them",
-                count,
-                name,
+            message = (
+                "the results of %d requests to %s are lost, as nobody asked in time: a queue in Redis would keep them"
             )
+            logger.warning(message, count, name)
 
     async def _busy(self) -> bool:
         waiting = [] if self.backend.persistent else [(await self.backend.depth(name))[0] for name in self.rewards]
         return any(waiting) or any(replica.busy for replicas in self.replicas.values() for replica in replicas)
 
     async def stop(self) -> None:
-        """End the workers."""
         for loop in self._loops:
             loop.cancel()
         if self._loops:
@@ -306,17 +248,69 @@ class Service:
 
 
 def make_backend(settings: ServiceSettings) -> Backend:
-    """Return the queue of the settings: in Redis, or in this process."""
     if not settings.has_redis:
         return MemoryBackend(settings.limits, settings.queue_limits)
     from vlmrm.serving.redis_backend import RedisBackend
-    from vlmrm.serving.redis_connection import RedisConnection
 
-    return RedisBackend(RedisConnection.of(settings), settings.limits, settings.queue_limits)
+    return RedisBackend(settings)
 
 
-def _has_video(item: Any) -> bool:
-    """Return whether an item has a video: counting its packets takes long."""
-    if isinstance(item, dict) and any(item.get(name) is not None for name in VIDEO_COLUMNS):
-        return True
-    return any(map(_has_video, children(item)))
+class Decoder:
+    """A worker, `replica`, that decodes latents, run and watched as those of rewards are."""
+
+    def __init__(self, settings: DecodeSettings, metrics: Metrics, silence: float):
+        spec = WorkerSpec(
+            WAN,
+            settings.model_dump(include={"model_path", "subfolder", "dtype", "device"}),
+            python=settings.venv_python,
+            weights=settings.model_path,
+            budget=1,
+            batch_timeout=settings.timeout,
+            silence=silence,
+        )
+        self._queue = MemoryBackend(Limits(result_ttl=0))  # videos are kept in `_cache` only, which counts bytes
+        self.replica = Replica(NAME, spec, self._queue, metrics)
+        self._timeout = settings.timeout
+        self._cache: LRUCache[str, Outcome] = LRUCache(
+            settings.cache_bytes, getsizeof=lambda outcome: len(outcome.extra["video"])
+        )
+
+    async def decode(self, items: Sequence[Item]) -> list[tuple[Item, float] | RowError]:
+        """Return each item with `video` in place of `latents`, and the seconds that it took, or its error."""
+        return await asyncio.gather(*map(self._decode, items))
+
+    async def _decode(self, item: Item) -> tuple[Item, float] | RowError:
+        if "latents" not in item:
+            return item, 0.0
+        try:
+            outcome = await self._video({"latents": item["latents"]["npy"]})
+        except RowError as error:
+            return error
+        columns = {name: value for name, value in item.items() if name != "latents"}
+        decoded: Any = {**columns, "video": {"npy": outcome.extra["video"]}}
+        return decoded, outcome.score or 0.0
+
+    async def _video(self, item: Item) -> Outcome:
+        job = Job(NAME, [item])
+        key = f"{self.replica.revision} {job.key}"
+        if key in self._cache:
+            return self._cache[key]
+        job_id = await self._queue.put(job)
+        # A worker that cannot be loaded may come back for the next request, but this one is not kept waiting.
+        while True:
+            status = await self._queue.wait(job_id, self._timeout)
+            assert status is not None  # it was put
+            if status.finished:
+                break
+            if self.replica.error is not None and not self.replica.ready:
+                await self._queue.cancel(job_id)
+                raise RowError("its latents cannot be decoded: the decoder cannot be loaded")
+        if status.state is not State.done or not status.outcomes:
+            raise RowError(f"its latents cannot be decoded: {status.error}")
+        [outcome] = status.outcomes
+        if outcome.error is not None:
+            raise RowError(outcome.error)
+        with suppress(ValueError):  # it is larger than the whole cache
+            # Not `key`: the decoder may have loaded since, or loaded other weights.
+            self._cache[f"{status.revision} {job.key}"] = outcome
+        return outcome

@@ -38,8 +38,7 @@ def _dtype(name: str, *, auto: bool = False) -> str:
 class RewardSettings(Strict):
     """One `[[reward_args]]`: a reward, its devices and its options.
 
-    `reward_type` is a model trained here (`vlm_reward`), a name or dotted path that `vlmrm.rewards` knows, or, with
-    `engine`, a name for a class that a worker imports in its own environment.
+    `reward_type` is `vlm_reward`, a model trained here; a name or path that `vlmrm.rewards` knows; or `engine`'s name.
     """
 
     reward_type: str
@@ -112,15 +111,10 @@ class DecodeSettings(Strict):
     model_path: str
     subfolder: str = ""  # of model_path, where that is a pipeline: vae
     venv_python: str = sys.executable
-    dtype: str = "bfloat16"
+    dtype: Annotated[str, AfterValidator(_dtype)] = "bfloat16"
     device: str = ""
     cache_bytes: int = Field(2**30, ge=0)  # of decoded videos, for the other rewards of a request
     timeout: Seconds = 600.0  # for one video
-
-    @model_validator(mode="after")
-    def _normalize(self) -> DecodeSettings:
-        self.dtype = _dtype(self.dtype)
-        return self
 
 
 class ServiceSettings(Strict):
@@ -139,7 +133,7 @@ class ServiceSettings(Strict):
     admin_token: Token = SecretStr("")  # for the routes that change models; without one, nobody may
     model_roots: list[str] = Field(default_factory=list)  # folders, or patterns of repositories, of such models
     media_root: Path | None = None
-    allowed_hosts: list[str] = Field(default_factory=list)  # that image URLs may name: NAME[:PORT][@NETWORK]
+    allowed_hosts: list[str] = Field(default_factory=list)  # that image URLs may name: NAME[:PORT]
     log_format: Literal["text", "json"] = "text"
     engine: Literal["processes", "ray"] = "processes"  # of workers: of this machine, or on nodes of a Ray cluster
     ray_address: str = "auto"  # of the cluster; auto: RAY_ADDRESS, or the one of this machine
@@ -149,25 +143,17 @@ class ServiceSettings(Strict):
 
     @property
     def queue_limits(self) -> dict[str, tuple[int, int]]:
-        """The items and bytes that may wait for each reward."""
         return {reward.name: (reward.queue_items, reward.queue_bytes) for reward in self.reward_args}
 
     @property
     def has_redis(self) -> bool:
-        """Whether queue and results are in Redis."""
         return bool(self.redis_host or self.redis_url.get_secret_value())
 
     @model_validator(mode="after")
-    def _check_redis(self) -> ServiceSettings:
+    def _check(self) -> ServiceSettings:
         url = bool(self.redis_url.get_secret_value())
         if (url and self.redis_host) or (self.redis_sentinels and not url):
-            raise ValueError(
-                "give either redis_host, or redis_url, which names the master where there are redis_sentinels"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_rewards(self) -> ServiceSettings:
+            raise ValueError("give either redis_host, or redis_url, which names the master of redis_sentinels")
         self.reward_args = [reward for reward in self.reward_args if reward.enable]
         names = [reward.name for reward in self.reward_args]
         if not names:
@@ -182,17 +168,9 @@ class ServiceSettings(Strict):
                 raise ValueError(
                     f"queue_bytes of {reward.name} is more than those of [limits], which are of all rewards"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check_engine(self) -> ServiceSettings:
-        of_ray = ("ray_address", "num_cpus", "num_gpus", "runtime_env")
-        refused = ("device", "devices") if self.engine == "ray" else of_ray
-        for reward in self.reward_args:
-            for key in refused:
-                if getattr(reward, key) != type(reward).model_fields[key].get_default(
-                    call_default_factory=True, validated_data={}
-                ):
+            of_ray = ("ray_address", "num_cpus", "num_gpus", "runtime_env")
+            for key in ("device", "devices") if self.engine == "ray" else of_ray:
+                if key in reward.model_fields_set:
                     why = "Ray chooses the devices" if self.engine == "ray" else 'it is for engine = "ray"'
                     raise ValueError(f"reward {reward.name} has {key}: leave it out, {why}")
             if self.engine == "ray":
@@ -219,6 +197,6 @@ def validate_settings(
     settings = validate(ServiceSettings, content, source, secret=True)
     if settings.host not in LOOPBACK and not settings.token.get_secret_value():
         raise ConfigError(
-            f"{source}: host is {settings.host}, which other machines can reach, without a token: set VLMRM_TOKEN."
+            f"{source}: other machines can reach host {settings.host}, without a token: set VLMRM_TOKEN."
         )
     return settings

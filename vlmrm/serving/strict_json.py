@@ -42,9 +42,13 @@ async def parse(body: bytes, limits: Limits) -> Any:
 
 async def parse_as(kind: type[Model], body: bytes, limits: Limits) -> Model:
     """Read a body as a model, for routes that keep it from FastAPI; raises as `parse`."""
-    value = await parse(body, limits)
+    return await in_thread(validated, kind, await parse(body, limits))
+
+
+def validated(kind: type[Model], value: Any) -> Model:
+    """Return a value as a model; raises InvalidRequest."""
     try:
-        return await in_thread(kind.model_validate, value)
+        return kind.model_validate(value)
     except ValidationError as error:
         raise InvalidRequest(f"{describe_errors(error.errors(), kind)}.") from None
 
@@ -88,7 +92,6 @@ def _too_deep(limits: Limits) -> InvalidRequest:
 
 
 def _problem(body: bytes, bare: bytes, error: ValueError, limits: Limits) -> str:
-    """Return what is wrong with a text that is no JSON."""
     if constant := re.search(rb"NaN|-?Infinity", bare):
         return f"the JSON has {constant[0].decode()}, which JSON has no number for: leave it out or send null."
     if "recursion" in str(error):
@@ -101,7 +104,6 @@ def _problem(body: bytes, bare: bytes, error: ValueError, limits: Limits) -> str
 
 
 def _keys(value: Any, limits: Limits) -> int:
-    """Return how many keys all objects of a value have."""
     keys, level, depth = 0, [value], 0
     while level:
         if depth > limits.max_json_depth:
@@ -179,3 +181,9 @@ class StrictRoute(APIRoute):
             return await handle(_StrictRequest(request.scope, request.receive))
 
         return strict
+
+
+def body_of(schemas: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route whose body, by media type, has one of these schemas."""
+    content = {kind: {"schema": schema} for kind, schema in schemas.items()}
+    return {"requestBody": {"required": True, "content": content}}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
+from collections import Counter as Counts
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,6 @@ from opentelemetry import propagate, trace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vlmrm.conversation import Outcome
-from vlmrm.serving.history import History
 
 if TYPE_CHECKING:
     from vlmrm.serving.backend import Job
@@ -66,20 +67,9 @@ class Metrics:
         self.recent_failures: deque[Failure] = deque(maxlen=50)
         self.history = History()
 
-    def record_request(self, route: str, status: int, seconds: float) -> None:
-        """Record a request; status 0 where the client had disconnected."""
-        self.requests.labels(route, str(status)).inc()
-        self.request_seconds.labels(route).observe(seconds)
-
-    def record_waits(self, reward: str, seconds: Sequence[float]) -> None:
-        """Record how long each job of a batch waited in the queue."""
-        for wait in seconds:
-            self.latency.labels(reward, "waiting").observe(wait)
-
     def record_batch(self, reward: str, outcomes: Sequence[Outcome], seconds: float) -> None:
-        """Record a batch that was scored."""
         self.batch_items.labels(reward).observe(len(outcomes))
-        self.history.record_items(reward, len(outcomes))
+        self.history.minute(reward).items += len(outcomes)
         self.latency.labels(reward, "scoring").observe(seconds)
         for outcome in outcomes:
             if outcome.score is not None:
@@ -87,25 +77,10 @@ class Metrics:
             else:
                 self.record_failure(reward, "item", str(outcome.error))
 
-    def record_computed(self, reward: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """Record what a worker has computed between two of its counts, such as tokens."""
-        for what, count in after.items():
-            self.computed.labels(reward, what).inc(max(0.0, count - before.get(what, 0.0)))
-
     def record_failure(self, reward: str, reason: str, message: str) -> None:
         """Record what gets no score: an `item`, a `job`, a `refused` request, or one that came too late, `timeout`."""
         self.failures.labels(reward, reason).inc()
         self.recent_failures.append(Failure(time.time(), reward, reason, message, REQUEST_ID.get()))
-
-
-# Traces --------------------------------------------------------------------------------------------------------------
-
-
-def current_trace() -> str:
-    """Return the W3C traceparent of the request that is answered here; "" where it is not traced."""
-    carrier: dict[str, str] = {}
-    propagate.inject(carrier)
-    return carrier.get("traceparent", "")
 
 
 def trace_batch(jobs: Sequence[Job], taken: float, started: float, ended: float) -> None:
@@ -128,8 +103,7 @@ def trace_batch(jobs: Sequence[Job], taken: float, started: float, ended: float)
 class LineFormatter(logging.Formatter):
     """One line a record: `2026-01-01T00:00:00Z info request status=200 ms=3.1 request_id=...`, or the same as JSON.
 
-    A record's `fields` follow its message. Line breaks are escaped, so that no client can forge a line; a traceback is
-    a field of the JSON, and in text the only thing that takes more lines.
+    Line breaks are escaped, so that no client can forge a line.
     """
 
     def __init__(self, as_json: bool):
@@ -151,7 +125,62 @@ class LineFormatter(logging.Formatter):
         return line if trace is None else f"{line}\n{trace}"
 
 
-def set_log_format(logger: logging.Logger, as_json: bool) -> None:
-    """Set `LineFormatter` on every handler of `logger`."""
-    for handler in logger.handlers:
-        handler.setFormatter(LineFormatter(as_json))
+# The last hour -------------------------------------------------------------------------------------------------------
+
+MINUTES = 60
+QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+STEPS = 4  # of latencies within a factor of 2: a quantile is off by 9 % at most
+LEAST_S, MOST_S = 0.001, 3600.0
+
+
+@dataclass
+class Minute:
+    """One minute of a reward. `seconds` counts answers by their latency, `waiting` is the most jobs that were seen."""
+
+    number: int
+    requests: int = 0
+    items: int = 0
+    waiting: int = 0
+    seconds: Counts[int] = field(default_factory=Counts)
+
+
+class History:
+    """The last `MINUTES` minutes of each reward; a few kilobytes each."""
+
+    def __init__(self) -> None:
+        self._minutes: dict[str, deque[Minute]] = {}
+
+    def record_request(self, reward: str, seconds: float) -> None:
+        minute = self.minute(reward)
+        minute.requests += 1
+        minute.seconds[round(STEPS * math.log2(min(max(seconds, LEAST_S), MOST_S) / LEAST_S))] += 1
+
+    def hour(self, reward: str) -> dict[str, Any]:
+        """Return `latency`, the quantiles of the hour in seconds, and lists of a value for each minute, now last."""
+        now, minutes = self.minute(reward).number, {minute.number: minute for minute in self._minutes[reward]}
+        hour = [minutes.get(number) or Minute(number) for number in range(now - MINUTES + 1, now + 1)]
+        by_minute = [_quantiles(minute.seconds) for minute in hour]
+        return {
+            "latency": _quantiles(sum((minute.seconds for minute in hour), Counts())),
+            **{name: [getattr(minute, name) for minute in hour] for name in ("requests", "items", "waiting")},
+            **{name: [quantiles[name] for quantiles in by_minute] for name in QUANTILES},
+        }
+
+    def minute(self, reward: str) -> Minute:
+        """Return this minute, to add to its figures."""
+        minutes, now = self._minutes.setdefault(reward, deque(maxlen=MINUTES)), int(time.monotonic() // 60)
+        if not minutes or minutes[-1].number != now:
+            minutes.append(Minute(now))
+        return minutes[-1]
+
+
+def _quantiles(counts: Mapping[int, int]) -> dict[str, float | None]:
+    """Return each of `QUANTILES` of latencies in seconds; None without any."""
+    found: dict[str, float | None] = dict.fromkeys(QUANTILES)
+    total, below = sum(counts.values()), 0
+    for step, count in sorted(counts.items()):
+        below += count
+        for name, share in QUANTILES.items():
+            if found[name] is None and below >= share * total:
+                found[name] = float(f"{LEAST_S * 2 ** (step / STEPS):.3g}")
+    return found

@@ -20,13 +20,12 @@ from typing import Any
 
 from vlmrm.conversation import Conversation, Message, Text
 from vlmrm.errors import ConfigError, RewardError, RowError
-from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate, sample_to_conversation
-from vlmrm.formats.wire import Item, WireOutcome, read_item
+from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate
+from vlmrm.formats.wire import Item, WireOutcome
 from vlmrm.http import Refused, Server, Unavailable, read_json, retried, run
-from vlmrm.rewards.samples import as_pil
 from vlmrm.scoring.remote import classify_body, image_uri
 from vlmrm.scoring.transforms import sigmoid
-from vlmrm.serving.media import with_arrays
+from vlmrm.serving.media import conversation_of
 
 PROBE = Conversation((Message.of("user", "2 + 2?"), Message.of("assistant", "4")))
 UNREACHABLE_S = 10.0  # of retries while no connection is made
@@ -35,12 +34,7 @@ UNREACHABLE_S = 10.0  # of retries while no connection is made
 class VLLM:
     """A reward of a vLLM server, `vllm serve MODEL --runner pooling --convert classify`, with one label.
 
-    Args:
-        endpoint_url: http://host:port, and a path where the server is below one.
-        model_path: the name of the model there; may be left out, as one server has one.
-        concurrency: requests at a time.
-        timeout: seconds for one request, retries included.
-        custom_prompt, system: of `PromptTemplate`, for samples.
+    `model_path` is the model's name there; `timeout` bounds one request, retries included.
     """
 
     route = "/classify"
@@ -74,26 +68,19 @@ class VLLM:
 
     def _outcome(self, item: Item) -> WireOutcome:
         try:
-            columns: Any = {name: as_pil(name, value) for name, value in with_arrays(item).items()}
-            content = read_item(columns)
-            if not isinstance(content, Conversation):
-                content = sample_to_conversation(content, self.template, placeholders=False)
-            return {"score": self.score(content)}
+            return {"score": self.score(conversation_of(item, self.template))}
         except Unavailable:
             raise
         except (RowError, RewardError) as error:
             return {"error": str(error)}
 
     def score(self, conversation: Conversation) -> float:
-        """Return the raw logit of a conversation."""
         return self._number(self._ask(self.body(conversation)))
 
     def body(self, conversation: Conversation, **options: Any) -> dict[str, Any]:
-        """Return the request for a conversation."""
         return classify_body(conversation, **({"model": self.model} if self.model else {}), **options)
 
     def read(self, answer: Any) -> list[Any]:
-        """Return the numbers of an answer to one conversation."""
         [row] = answer["data"]
         return row["probs"]
 
@@ -127,11 +114,7 @@ class VLLM:
 
 
 class SGLang(VLLM):
-    """Send rendered text to an SGLang server, `python -m sglang.launch_server --is-embedding`.
-
-    Args:
-        model_path: the checkpoint; its chat template renders conversations here.
-    """
+    """A reward of an SGLang server, `--is-embedding`; the chat template of the checkpoint `model_path` renders."""
 
     def __init__(self, endpoint_url: str, model_path: str, **options: Any):
         from vlmrm.modeling import load_processor
@@ -141,13 +124,11 @@ class SGLang(VLLM):
         super().__init__(endpoint_url, model_path=model_path, **options)
 
     def body(self, conversation: Conversation, **options: Any) -> dict[str, Any]:
-        """Return the request for a conversation."""
         parts = [part for message in conversation.messages for part in message.content]
         pictures = [image_uri(part) for part in parts if not isinstance(part, Text)]
         return {"text": self._renderer.text(conversation.messages), **({"image_data": pictures} if pictures else {})}
 
     def read(self, answer: Any) -> list[Any]:
-        """Return the numbers of an answer to one conversation."""
         return answer["embedding"]
 
     def _check(self) -> None:

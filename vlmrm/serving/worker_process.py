@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from anyio.to_thread import run_sync
+
+import vlmrm
 from vlmrm.conversation import Outcome
+from vlmrm.errors import ConfigError
 from vlmrm.formats.wire import Item, read_outcome
 from vlmrm.serving.worker.channel import LENGTHS, pack, unpack
-from vlmrm.serving.worker_spec import WorkerSpec
+from vlmrm.serving.worker_spec import WorkerSpec, revision_of, weights_on_disk
 
 T = TypeVar("T")
+
+logger = logging.getLogger("vlmrm")
+
 WORKER = Path(__file__).parent / "worker"
 # Secrets of the environment that workers do not get.
 SERVICE_VARIABLES = ("VLMRM_TOKEN", "VLMRM_ADMIN_TOKEN", "VLMRM_REDIS_PASSWORD", "VLMRM_REDIS_URL")
@@ -57,20 +68,14 @@ async def open_process(python: str) -> tuple[asyncio.subprocess.Process, socket.
 
 
 class WorkerProcess:
-    """A worker's process. Use `start`, any number of `score`, then `stop`.
+    """A worker's process. It computes batches in the order in which they were sent, and prepares the next meanwhile.
 
-    It computes batches in the order in which they were sent, and prepares the next one meanwhile. `died` is done once
-    the process is gone, or no longer of use, and whenever WorkerDied is raised.
+    `died` is done once the process is gone, or no longer of use, and whenever WorkerDied is raised.
     """
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        silence: float,
-    ):
-        self.process, self._reader, self._writer, self._silence = process, reader, writer, silence
+    def __init__(self, spec: WorkerSpec, process: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.spec, self.process, self._reader, self._writer = spec, process, reader, writer
+        self.revision = ""
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._responses: dict[int, asyncio.Future[dict[str, Any]]] = {}  # by the number of what was sent, in order
         self._begun: dict[int, asyncio.Future[None]] = {}
@@ -81,22 +86,33 @@ class WorkerProcess:
         self.sleeps = False  # whether `control` knows "sleep" and "wake"
         self.computed: dict[str, float] = {}  # by its own count since it was loaded
 
-    @classmethod
-    async def start(cls, spec: WorkerSpec) -> WorkerProcess:
-        """Return a process that has loaded its reward."""
-        process, local = await cls._open(spec)
-        reader, writer = await asyncio.open_connection(sock=local)
-        worker = cls(process, reader, writer, spec.silence)
+    @staticmethod
+    async def start(spec: WorkerSpec) -> WorkerProcess:
+        """Return a worker that has loaded its reward, where Ray is to place it or here."""
+        kind = WorkerProcess if spec.ray is None else RayWorker
+        files = partial(weights_on_disk, spec.options, spec.weights)
+        worker = None
         try:
+            before = await run_sync(files, abandon_on_cancel=True)
+            process, local = await kind._open(spec)
+            worker = kind(spec, process, *await asyncio.open_connection(sock=local))
             start = {"engine": spec.path, "options": dict(spec.options), "path": list(spec.import_from)}
             message = await worker._ask(start, spec.load_timeout, "did not load in time")
             if message["kind"] != "ready":
-                kind = CannotLoad if message["permanent"] else WorkerDied
-                raise kind(f"cannot load its reward: {message['error']}")
-        except BaseException:
-            await worker.stop()
+                error = CannotLoad if message["permanent"] else WorkerDied
+                raise error(f"cannot load its reward: {message['error']}")
+            worker.info, worker.sleeps = message["info"], message["sleeps"]
+            content = (spec.path, spec.options, spec.weights, worker.info)
+            worker.revision = await run_sync(partial(revision_of, *content), abandon_on_cancel=True)
+            if await run_sync(files, abandon_on_cancel=True) != before:  # which of both it has, nobody could say
+                raise WorkerDied("cannot load its reward: its weights were written meanwhile")
+        except BaseException as error:
+            if worker is not None:
+                await worker.stop()
+            if isinstance(error, OSError):
+                reason = f"cannot load its reward: its weights cannot be read ({error.strerror})"
+                raise WorkerDied(reason) from error
             raise
-        worker.info, worker.sleeps = message["info"], message["sleeps"]
         return worker
 
     async def score(
@@ -108,22 +124,16 @@ class WorkerProcess:
     ) -> tuple[list[Outcome], float, float]:
         """Return the outcome of each item, and the seconds of computing and of preparing them.
 
-        Args:
-            requests: ids of the requests that sent them, for the worker's log.
-            begun: is done once their computation begins, where the reward prepares the next items meanwhile.
+        `begun` is done once the computation begins, where the reward prepares the next items meanwhile.
         """
         message = {"items": list(items), "requests": list(requests)}
         response = await self._ask(message, timeout, f"hung for {timeout:g} s", begun)
-        if response["kind"] == "failed":
-            raise RewardRaised(response["error"])
         self.computed = response["computed"]
         return list(map(read_outcome, response["outcomes"])), response["seconds"], response["preparing"]
 
     async def control(self, action: str, timeout: float) -> None:
         """Have the reward's method `action` run, between two batches."""
-        response = await self._ask({"control": action}, timeout, f"hung for {timeout:g} s")
-        if response["kind"] == "failed":
-            raise RewardRaised(response["error"])
+        await self._ask({"control": action}, timeout, f"hung for {timeout:g} s")
 
     async def stop(self) -> None:
         """End the process, by force where it does not end by itself."""
@@ -156,10 +166,12 @@ class WorkerProcess:
             for one in earlier:
                 await asyncio.wait({one, self.died}, return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait({response, self.died}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if response.done():
-                return response.result()
-            self._end(late)
-            raise WorkerDied(self.died.result())
+            if not response.done():
+                self._end(late)
+                raise WorkerDied(self.died.result())
+            if response.result()["kind"] == "failed":
+                raise RewardRaised(response.result()["error"])
+            return response.result()
         finally:
             self._begun.pop(number, None)
             if response.done() or self.died.done():
@@ -167,7 +179,6 @@ class WorkerProcess:
 
     @classmethod
     async def _open(cls, spec: WorkerSpec) -> tuple[asyncio.subprocess.Process, socket.socket]:
-        """Return a process that has started, and this end of its channel."""
         return await open_process(spec.python)
 
     async def _listen(self) -> None:
@@ -190,11 +201,11 @@ class WorkerProcess:
         """Kill the process once it is silent: one that is stopped or swapped out does not close its channel."""
         while True:
             before = time.monotonic()
-            await asyncio.sleep(self._silence / 10)
-            if time.monotonic() - before > self._silence / 2:  # this process was stopped itself: heartbeats wait
+            await asyncio.sleep(self.spec.silence / 10)
+            if time.monotonic() - before > self.spec.silence / 2:  # this process was stopped itself: heartbeats wait
                 continue
-            if self._last_message is not None and time.monotonic() - self._last_message > self._silence:
-                self._end(f"was silent for {self._silence:g} s")
+            if self._last_message is not None and time.monotonic() - self._last_message > self.spec.silence:
+                self._end(f"was silent for {self.spec.silence:g} s")
 
     def _end(self, reason: str) -> None:
         """Kill the process for that reason, unless it has died of another."""
@@ -211,3 +222,149 @@ def _settle(future: asyncio.Future[T] | None, result: T) -> None:
     """Set the result of a future that anybody still waits for."""
     if future is not None and not future.done():
         future.set_result(result)
+
+
+# In a Ray cluster ----------------------------------------------------------------------------------------------------
+
+CHUNK_BYTES = 8 * 2**20  # in one call of the actor
+PLACED_S = 15.0  # for the cluster, and for a place in it, after which the log says what is waited for
+CONNECTING = threading.Lock()
+
+
+class WorkerActor:
+    """A worker's process on the node where Ray has placed this actor."""
+
+    async def start(self, python: str, version: str) -> tuple[int, str]:
+        """Start the process by `python`, by default the actor's own, and return its number and its host."""
+        if vlmrm.__version__ != version:
+            raise ConfigError(f"a node has vlmrm {vlmrm.__version__} and the service {version}: install the same.")
+        self._process, channel = await open_process(python or sys.executable)
+        self._reader, self._writer = await asyncio.open_connection(sock=channel, limit=CHUNK_BYTES)
+        return self._process.pid, socket.gethostname()
+
+    async def write(self, data: bytes) -> None:
+        """Pass bytes to the process; none of them at the end, at which it ends too."""
+        with suppress(OSError):  # it has ended, as `read` says
+            if not data:
+                self._writer.close()
+                return
+            self._writer.write(data)
+            await self._writer.drain()
+
+    async def read(self) -> bytes:
+        """Return the next bytes from the process; none once it has ended."""
+        with suppress(OSError):
+            return await self._reader.read(CHUNK_BYTES)
+        return b""
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+
+class ActorProcess:
+    """The process of an actor, which has `remote` in effect. `lost` is done when the actor dies, not the process."""
+
+    def __init__(self, actor: Any, pid: int, remote: socket.socket):
+        self.pid, self._actor = pid, actor
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._passing = asyncio.create_task(self._pass(remote))
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._passing)
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+    async def _pass(self, remote: socket.socket) -> int:
+        """Pass on bytes in both directions until the process ends, and return its status."""
+        reader, writer = await asyncio.open_connection(sock=remote, limit=CHUNK_BYTES)
+        sending = asyncio.create_task(self._send(reader))
+        try:
+            while data := await self._actor.read.remote():
+                writer.write(data)
+                await writer.drain()
+            return await self._actor.wait.remote()
+        except Exception as error:  # of Ray, mostly
+            self.lost.set_result(f"was lost with its node or its actor in Ray ({type(error).__name__})")
+            return -9
+        finally:
+            sending.cancel()
+            self.kill()
+            writer.close()
+
+    async def _send(self, reader: asyncio.StreamReader) -> None:
+        from ray.exceptions import RayError
+
+        with suppress(RayError):  # as `_pass` sees too
+            while data := await reader.read(CHUNK_BYTES):
+                await self._actor.write.remote(data)  # one after another: Ray does not promise the order of others
+            await self._actor.write.remote(b"")
+
+
+class RayWorker(WorkerProcess):
+    """A worker with its process on a node of a Ray cluster; `spec.ray` says what it needs there."""
+
+    process: ActorProcess
+
+    def __init__(self, spec: WorkerSpec, process: Any, *channel: Any):
+        super().__init__(spec, process, *channel)
+        process.lost.add_done_callback(lambda lost: self.died.done() or self.died.set_result(lost.result()))
+
+    @classmethod
+    async def _open(cls, spec: WorkerSpec) -> tuple[Any, socket.socket]:
+        import ray
+        from ray.exceptions import RayError
+
+        assert spec.ray is not None
+        placement, actor = spec.ray, None
+        place = {"num_cpus": placement.num_cpus, "num_gpus": placement.num_gpus}
+        environment = {"runtime_env": placement.runtime_env} if placement.runtime_env else {}
+        python = "" if spec.python == sys.executable else spec.python
+        try:
+            connecting = asyncio.ensure_future(run_sync(_connect, placement.ray_address))
+            await _say_if_long(connecting, "a worker waits until the Ray cluster at %s answers", placement.ray_address)
+            await connecting
+            actor: Any = ray.remote(WorkerActor).options(max_restarts=0, **place, **environment).remote()
+            starting = asyncio.wrap_future(actor.start.remote(python, vlmrm.__version__).future())
+            waits = "a worker waits until Ray has a place with %g CPUs and %g GPUs for it"
+            await _say_if_long(starting, waits, *place.values())
+            pid, host = await asyncio.wait_for(starting, spec.load_timeout)
+        except BaseException as error:
+            if actor is not None:
+                ray.kill(actor)
+            if isinstance(error, TimeoutError):
+                raise WorkerDied(f"had no place in Ray's cluster in {spec.load_timeout:g} s") from None
+            if isinstance(error, (ConfigError, WorkerDied, RayError, ConnectionError, ValueError, RuntimeError)):
+                kind = CannotLoad if isinstance(error, ConfigError) else WorkerDied
+                raise kind(f"cannot be started by Ray: {_reason(error)}") from error
+            raise
+        logger.info("Ray has placed a worker on %s", host)
+        local, remote = socket.socketpair()
+        return ActorProcess(actor, pid, remote), local
+
+    def _kill(self) -> None:
+        self.process.kill()
+
+
+async def _say_if_long(work: asyncio.Future[Any], message: str, *arguments: object) -> None:
+    """Wait until work is done, or log what is waited for once that takes long."""
+    done, _ = await asyncio.wait({work}, timeout=PLACED_S)
+    if not done:
+        logger.warning(message, *arguments)
+
+
+def _connect(address: str) -> None:
+    """Join the cluster. In a thread, as otherwise Ray would take the handler of SIGTERM, and nothing would drain."""
+    import ray
+
+    with CONNECTING:
+        if not ray.is_initialized():
+            ray.init(address, namespace="vlmrm", log_to_driver=False, logging_level=logging.ERROR)
+
+
+def _reason(error: Exception) -> str:
+    # What was raised in the actor is its `cause`: the text of the error itself is a traceback with addresses.
+    text = str(getattr(error, "cause", error)).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -5,15 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import vlmrm
-from vlmrm.files import content_digests
-from vlmrm.serving.settings import RewardSettings
+from vlmrm.errors import ConfigError
+from vlmrm.files import content_digests, make_folder, write_file
+from vlmrm.serving.settings import RewardSettings, load_settings
 
 SCORER = "vlmrm.serving.engines.ScorerEngine"
 REWARD = "vlmrm.serving.engines.RewardEngine"
@@ -25,38 +28,19 @@ IRRELEVANT = ("device", "api_key", "endpoint_api_key")  # options that change no
 
 
 @dataclass
-class RayPlacement:
-    """What a worker needs of the node of a Ray cluster that its process is to run on."""
-
-    address: str
-    num_cpus: float
-    num_gpus: float
-    runtime_env: dict[str, Any] = field(default_factory=dict, repr=False)  # may hold keys
-
-
-@dataclass
 class WorkerSpec:
-    """The specification of a worker: the class `path`, made with `options` by `python`.
-
-    Args:
-        weights: folder, file or repository of the model, whose content is a part of the revision.
-        budget: estimated tokens of one batch.
-        batch_timeout: seconds that a batch may take before the worker counts as hung.
-        load_timeout: seconds that loading may take.
-        silence: seconds without a heartbeat after which the worker counts as dead.
-        ray: where Ray is to place it; None for this machine.
-    """
+    """The specification of a worker: the class `path`, made with `options` by `python`."""
 
     path: str
     options: dict[str, Any] = field(default_factory=dict, repr=False)
     python: str = sys.executable
     import_from: list[str] = field(default_factory=list)
-    weights: str = ""
-    budget: int = 65536
+    weights: str = ""  # folder, file or repository of the model, whose content is a part of the revision
+    budget: int = 65536  # estimated tokens of one batch
     batch_timeout: float = 600.0
     load_timeout: float = 3600.0
-    silence: float = 30.0
-    ray: RayPlacement | None = None
+    silence: float = 30.0  # seconds without a heartbeat after which the worker counts as dead
+    ray: RewardSettings | None = None  # where Ray is to place it; None for this machine
 
 
 def worker_specs(reward: RewardSettings, silence: float) -> list[WorkerSpec]:
@@ -66,7 +50,6 @@ def worker_specs(reward: RewardSettings, silence: float) -> list[WorkerSpec]:
 
 
 def worker_spec(reward: RewardSettings, device: str, silence: float) -> WorkerSpec:
-    """Return what a worker of this reward runs on a device."""
     if is_trained(reward):
         path = SCORER
         options = {"model": reward.model_path, "dtype": reward.dtype, "device": device or None}
@@ -87,19 +70,10 @@ def worker_spec(reward: RewardSettings, device: str, silence: float) -> WorkerSp
             names = {"model_path": "model_name_or_path", "endpoint_url": "api_base_url", "endpoint_api_key": "api_key"}
             options = {names.get(name, name): value for name, value in options.items()}
             options |= {"name": reward.name, "reward_model": reward.reward_type}
-    place = RayPlacement(reward.ray_address, reward.num_cpus, reward.num_gpus, reward.runtime_env)
-    return WorkerSpec(
-        path,
-        {**options, **reward.options},
-        python=reward.venv_python,
-        import_from=reward.import_from,
-        weights="" if path == SCORER else reward.model_path,
-        budget=reward.batch_tokens,
-        batch_timeout=reward.batch_timeout,
-        load_timeout=reward.load_timeout,
-        silence=silence,
-        ray=place if reward.ray_address else None,
-    )
+    made = (path, {**options, **reward.options}, reward.venv_python, reward.import_from)
+    bounds = (reward.batch_tokens, reward.batch_timeout, reward.load_timeout, silence)
+    weights = "" if path == SCORER else reward.model_path
+    return WorkerSpec(*made, weights, *bounds, reward if reward.ray_address else None)
 
 
 def is_trained(reward: RewardSettings) -> bool:
@@ -107,17 +81,10 @@ def is_trained(reward: RewardSettings) -> bool:
     return reward.reward_type == "vlm_reward" and not reward.engine
 
 
-# Revisions -----------------------------------------------------------------------------------------------------------
-
-
 def revision_of(engine: str, options: Mapping[str, Any], weights: str, info: Mapping[str, Any]) -> str:
     """Return the revision of a reward as a worker has loaded it: equal revisions give equal scores.
 
-    Args:
-        options: those that name a file or folder count by its content, and a repository of the Hugging Face hub by the
-            commit that is in the cache.
-        weights: such a folder, file or repository; "" for a reward without, or whose worker names them in `info`.
-        info: what the worker says about its reward.
+    Options and `weights` that name files count by their content, a repository of the hub by the commit in the cache.
     """
     settings = {name: value for name, value in options.items() if name not in IRRELEVANT}
     paths = {name: value for name, value in settings.items() if FILES.search(name) and isinstance(value, str)}
@@ -135,7 +102,6 @@ def weights_on_disk(options: Mapping[str, Any], weights: str) -> dict[Path, tupl
 
 
 def digest(*parts: Any) -> str:
-    """Return a short digest of a JSON tree."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:DIGITS]
 
 
@@ -155,3 +121,43 @@ def _commit(repository: str) -> str:
         return (Path(HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "refs/main").read_text().strip()
     except (ImportError, OSError):
         return ""
+
+
+# Environments --------------------------------------------------------------------------------------------------------
+
+
+def prepare(config: Path, say: Callable[[str], None]) -> None:
+    """Prepare the enabled rewards; one that was prepared by the same script and folders is left as it is."""
+    # Preparing serves nothing, so it needs no token.
+    rewards = load_settings(config, {"VLMRM_TOKEN": "none"}).reward_args
+    for reward in rewards:
+        say(f"{reward.name}: preparing")
+        say(f"{reward.name}: {prepare_reward(reward)}")
+
+
+def prepare_reward(reward: RewardSettings) -> str:
+    script = Path(reward.setup_script)
+    if not reward.setup_script:
+        return "nothing to prepare"
+    if not script.is_file():
+        raise ConfigError(f"reward {reward.name}: there is no setup_script {script}: check the path.")
+    python = Path(reward.venv_python)
+    # FOLDER/bin/python is an environment of its own; the service's own, or a plain `python`, is none.
+    own = reward.venv_python != sys.executable and python.parent.name == "bin"
+    environment = str(python.parent.parent) if own else sys.prefix
+    content = [script.read_bytes().hex(), reward.download_path, environment, reward.venv_python, reward.model_path]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    folder = environment if own else reward.download_path  # of the stamp
+    stamp = Path(folder, f".vlmrm-prepared-{hashlib.sha256(reward.name.encode()).hexdigest()[:12]}")
+    with suppress(OSError):  # there is none
+        if folder and stamp.read_text() == digest and (not own or python.is_file()):
+            return "is prepared already"
+    status = subprocess.run(["bash", script, reward.download_path, environment], stdin=subprocess.DEVNULL).returncode
+    if status:
+        raise ConfigError(f"reward {reward.name}: {script} ended with status {status}: see its output above.")
+    if own and not python.is_file():
+        raise ConfigError(f"reward {reward.name}: {script} made no {python}: correct one of them.")
+    if folder:
+        make_folder(stamp.parent)
+        write_file(stamp, digest)
+    return "prepared"

@@ -20,8 +20,7 @@ from services import Gate, eventually, fake, in_loop, running
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import MediaError
-from vlmrm.serving.protocols.cosmos.payload import read_media
-from vlmrm.serving.protocols.cosmos.service import cosmos_scores
+from vlmrm.serving.protocols.cosmos import cosmos_scores, read_media
 from vlmrm.serving.settings import Limits, RewardSettings
 
 

@@ -18,14 +18,13 @@ from starlette.types import Message
 from vlmrm.conversation import Outcome, Sample
 from vlmrm.errors import CheckpointError, RowError
 from vlmrm.formats.openai import read_conversation
-from vlmrm.formats.wire import Item, write_item
+from vlmrm.formats.wire import Item
 from vlmrm.scoring.transforms import Transform, transform_named, win_rate
 from vlmrm.serving.errors import ErrorDetail, InvalidRequest, error_of
-from vlmrm.serving.gateway import Gateway, gateway_of
+from vlmrm.serving.gateway import Gateway, gateway_of, gather_rewards, json_answer
 from vlmrm.serving.media import MediaResolver
-from vlmrm.serving.protocols.common import gather_rewards, json_answer, media_read
 from vlmrm.serving.settings import Limits
-from vlmrm.serving.strict_json import Column, StrictRoute
+from vlmrm.serving.strict_json import Column, StrictRoute, body_of
 from vlmrm.settings import Strict
 
 TransformName = Literal["raw", "sigmoid", "zscore", "rank", "win_rate", "normalized"]
@@ -100,57 +99,48 @@ class RewardsAnswer(Strict):
     errors: dict[str, ErrorDetail]
 
 
-# Multipart forms -----------------------------------------------------------------------------------------------------
-
 JSON_PART = "request"
 SLICE_BYTES = 256 * 2**10
-DESCRIPTION: dict[str, Any] = {
-    "requestBody": {
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": [JSON_PART],
-                    "properties": {
-                        JSON_PART: {"type": "string", "description": "The JSON; media may be `attachment:NAME`."}
-                    },
-                    "additionalProperties": {"type": "string", "format": "binary", "description": "The file NAME."},
-                }
-            }
-        }
-    }
-}
+PARTS = {JSON_PART: {"type": "string", "description": "The JSON; media may be `attachment:NAME`."}}
+FILE = {"type": "string", "format": "binary", "description": "The file NAME."}
+SCHEMA = {"type": "object", "required": [JSON_PART], "properties": PARTS, "additionalProperties": FILE}
+FORM = body_of({"multipart/form-data": SCHEMA})
 
 
 class MultipartRoute(StrictRoute):
-    """A route of JSON that takes multipart/form-data as well: the JSON as the part `request`, and media as files.
-
-    The files are `request.state.attachments`; `-F cat=@cat.png` is `attachment:cat` in the JSON. They save the third
-    that base64 adds, and its decoding.
-    """
+    """A route of JSON, or of a form: the JSON as the part `request`, and files that `attachment:NAME` refers to."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def either(request: Request) -> Response:
-            body, attachments = None, {}
+            request.state.attachments = {}
             if request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-                body, attachments = await _parts(request, request.app.state.gateway.settings.limits)
-                request = _json_request(request, body)
-            request.state.attachments = attachments
+                parts = await _parts(request, request.app.state.gateway.settings.limits)
+                content = {"type": "http.request", "body": parts.pop(JSON_PART), "more_body": False}
+
+                async def receive() -> Message:
+                    return content
+
+                headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
+                headers.append((b"content-type", b"application/json"))
+                request = Request({**request.scope, "headers": headers}, receive)
+                request.state.attachments = parts
             return await handle(request)
 
         return either
 
 
-async def _parts(request: Request, limits: Limits) -> tuple[bytes, dict[str, bytes]]:
-    """Return the JSON, and the files by name."""
+async def _parts(request: Request, limits: Limits) -> dict[str, bytes]:
+    body = await request.body()
+
+    async def slices() -> AsyncGenerator[bytes]:
+        for begin in range(0, len(body), SLICE_BYTES):  # between which others have their turn
+            yield body[begin : begin + SLICE_BYTES]
+            await asyncio.sleep(0)
+
     parser = MultiPartParser(
-        request.headers,
-        _slices(await request.body()),
-        max_files=limits.max_items + 1,
-        max_fields=16,
-        max_part_size=limits.max_body_bytes,
+        request.headers, slices(), max_files=limits.max_items + 1, max_fields=16, max_part_size=limits.max_body_bytes
     )
     parser.spool_max_size = limits.max_body_bytes  # nothing of a request is written to a disk, which may be full
     try:
@@ -167,45 +157,22 @@ async def _parts(request: Request, limits: Limits) -> tuple[bytes, dict[str, byt
     await form.close()
     if JSON_PART not in parts:
         raise InvalidRequest(f"the form has no part {JSON_PART}: send the JSON as one.")
-    return parts.pop(JSON_PART), parts
+    return parts
 
-
-async def _slices(body: bytes) -> AsyncGenerator[bytes]:
-    """Yield a body bit by bit, between which others have their turn: parts are found by Python."""
-    for begin in range(0, len(body), SLICE_BYTES):
-        yield body[begin : begin + SLICE_BYTES]
-        await asyncio.sleep(0)
-
-
-def _json_request(request: Request, body: bytes) -> Request:
-    """Return the same request with `body` as its JSON."""
-    headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
-
-    async def receive() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return Request({**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}, receive)
-
-
-# The route -----------------------------------------------------------------------------------------------------------
 
 router = APIRouter(route_class=MultipartRoute)
 
 
-@router.post("/v1/rewards", openapi_extra=DESCRIPTION, response_model=RewardAnswer | RewardsAnswer)
+@router.post("/v1/rewards", openapi_extra=FORM, response_model=RewardAnswer | RewardsAnswer)
 async def rewards(body: RewardRequest, request: Request) -> Response:
-    """Return scores of conversations or samples, in request order; an item that cannot be scored has its own error.
-
-    With `models` they are those of each reward, or its error.
-    """
+    """Return scores of conversations or samples, in request order; an item that cannot be scored has its own error."""
     gateway = gateway_of(request)
     names = [gateway.authorized_reward(request, name).name for name in body.models or [body.model]]
     gateway.check_count(len(body.items))
     media = gateway.media.with_attachments(request.state.attachments)
-    written = await gateway.written(body.items, partial(_item, media))
-    if (unread := media.unread()) and not any(isinstance(item, RowError) for item in written):
+    items = await gateway.written(body.items, partial(_item, media))
+    if (unread := media.unread()) and not any(isinstance(item, RowError) for item in items):
         raise InvalidRequest(f"the form has the file {unread[0][:60]!r}, to which no item refers: leave it out.")
-    items = await gateway.fetch(written)
     answers, failed = await gather_rewards({name: _score(gateway, body, name, items) for name in names})
     if body.models is None:
         return json_answer(answers[names[0]])
@@ -214,7 +181,6 @@ async def rewards(body: RewardRequest, request: Request) -> Response:
 
 
 async def _score(gateway: Gateway, body: RewardRequest, name: str, items: Sequence[Item | RowError]) -> RewardAnswer:
-    """Return the answer of one reward."""
     started = time.perf_counter()
     # A wrong transform is refused before anything is computed, where the worker's info is known.
     if info := gateway.service.info(name):
@@ -235,12 +201,11 @@ def _item(media: MediaResolver, item: RewardItem) -> Item:
         beside = item.model_dump(exclude={"messages", "group", "id"}, exclude_none=True)
         if beside:
             raise RowError(f"it has messages and {next(iter(beside))}, which would not be read: send one of them")
-        return write_item(media.conversation(read_conversation(item.messages)), item.group)
+        return media.item(read_conversation(item.messages), item.group)
     if item.prompt is None:
         raise RowError("it has neither messages nor a prompt")
     conditions = (tuple(item.condition_images or ()), tuple(item.condition_videos or ()))
-    sample = media_read(media, Sample(item.prompt, item.response, item.image, item.video, *conditions))
-    written = write_item(sample, item.group)
+    written = media.item(Sample(item.prompt, item.response, item.image, item.video, *conditions), item.group)
     return written if item.metadata is None else {**written, "metadata": item.metadata}
 
 
@@ -260,20 +225,11 @@ def _data(body: RewardRequest, outcomes: Sequence[Outcome], info: dict[str, Any]
         figures.update(zip(indices, triples, strict=True))
     data = []
     for index, (item, outcome) in enumerate(zip(body.items, outcomes, strict=True)):
-        score, rank, rate = figures.get(index, (None, None, None))
-        data.append(
-            ItemReward(
-                index=index,
-                id=item.id,
-                score=score,
-                raw=outcome.score,
-                group=item.group,
-                rank=None if item.group is None else rank,
-                win_rate=None if item.group is None else rate,
-                error=outcome.error,
-                details=dict(outcome.extra) or None,
-            )
-        )
+        score, *of_group = figures.get(index, (None, None, None))
+        rank, rate = (None, None) if item.group is None else of_group
+        of_item: dict[str, Any] = {"index": index, "id": item.id, "group": item.group, "rank": rank, "win_rate": rate}
+        details = dict(outcome.extra) or None
+        data.append(ItemReward(score=score, raw=outcome.score, error=outcome.error, details=details, **of_item))
     return data
 
 

@@ -5,6 +5,7 @@ LLaMA-Factory  `POST /v1/score/evaluation`    reward_model_type: api; reward_mod
 slime, miles   `POST /remote_rm`              --rm-type remote_rm --rm-url http://host:port/remote_rm
 verl-omni      `POST /verl_omni`              reward_functions.NAME.server_url=http://host:port/verl_omni
 UniRL          `POST /unirl/score`            base_url: http://host:port/unirl; the rewards are named in the request
+Flow-Factory   `POST /compute`                server_url: http://host:port, or http://host:port/NAME
 """
 
 from __future__ import annotations
@@ -15,30 +16,32 @@ from functools import partial
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from vlmrm.conversation import Sample
+from vlmrm.errors import RowError
+from vlmrm.formats.flow_factory import data_uri
 from vlmrm.formats.pickles import read_pickle
 from vlmrm.formats.rollouts import read_openrlhf_query, read_slime_sample, zip_columns
 from vlmrm.formats.texts import read_text
 from vlmrm.formats.unirl import read_history
-from vlmrm.formats.wire import Item, write_item
-from vlmrm.serving.errors import InvalidRequest, error_of
+from vlmrm.formats.wire import Item
+from vlmrm.serving.errors import InvalidRequest, RewardFailed, error_of
 from vlmrm.serving.event_loop import in_thread
-from vlmrm.serving.gateway import gateway_of
-from vlmrm.serving.media import MediaResolver
-from vlmrm.serving.protocols.common import (
+from vlmrm.serving.gateway import (
     PATIENCE_S,
     TIMEOUT_S,
     check_lengths,
+    gateway_of,
     gather_rewards,
-    media_read,
     probability,
     score_conversations,
-    score_inputs,
 )
-from vlmrm.serving.strict_json import Column, StrictRoute
-from vlmrm.settings import Strict, describe_errors
+from vlmrm.serving.media import MediaResolver
+from vlmrm.serving.service import NotServing, TooLarge, UnknownReward
+from vlmrm.serving.strict_json import Column, StrictRoute, body_of, parse_as, validated
+from vlmrm.serving.worker.channel import redact_paths
+from vlmrm.settings import Strict, nearest
 
 router = APIRouter(route_class=StrictRoute)
 
@@ -147,31 +150,18 @@ class Pickled(Strict):
         return self
 
 
-PICKLE: dict[str, Any] = {"schema": {"type": "string", "format": "binary", "description": "A pickle of plain data."}}
-BODY: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/octet-stream": PICKLE}}}
+PICKLE = {"type": "string", "format": "binary", "description": "A pickle of plain data."}
+BODY = body_of({"application/octet-stream": PICKLE})
 
 
 @router.post("/verl_omni", tags=["verl-omni"], openapi_extra=BODY, response_class=Response)
 @router.post("/{reward}/verl_omni", tags=["verl-omni"], openapi_extra=BODY, response_class=Response)
 async def verl_omni(request: Request, reward: str | None = None) -> Response:
     """Return a pickle of `{"scores": [number]}`, in order."""
-    gateway = gateway_of(request)
-    settings = gateway.authorized_reward(request, reward)
-    body = await in_thread(_unpickle, await request.body())
-
-    def write(row: tuple[str, bytes]) -> Item:
-        return write_item(media_read(gateway.media, Sample(row[0], image=row[1])))
-
+    body = validated(Pickled, await in_thread(read_pickle, await request.body()))
     rows = list(zip(body.prompts, body.images, strict=True))
-    scores = await score_inputs(gateway, settings, rows, write, noun="image")
+    scores = await score_conversations(request, reward, rows, lambda row: Sample(row[0], image=row[1]), noun="image")
     return Response(pickle.dumps({"scores": scores}), media_type="application/octet-stream")
-
-
-def _unpickle(data: bytes) -> Pickled:
-    try:
-        return Pickled.model_validate(read_pickle(data))
-    except ValidationError as error:
-        raise InvalidRequest(f"{describe_errors(error.errors(), Pickled)}.") from None
 
 
 # UniRL ---------------------------------------------------------------------------------------------------------------
@@ -242,10 +232,87 @@ async def unirl_health(request: Request) -> dict[str, Any]:
 @router.get("/unirl/rewards", tags=["UniRL"])
 async def unirl_rewards(request: Request) -> dict[str, list[str]]:
     """Return the names of the rewards, for UniRL's client outside its trainer."""
-    return {"rewards": list(gateway_of(request).authorized_rewards(request))}
+    return {"rewards": gateway_of(request).authorized_rewards(request)}
 
 
 def _history(media: MediaResolver, request: HistoryRequest) -> Item:
-    """Return the item that a history is; raises RowError where it is none."""
-    item = write_item(media_read(media, read_history([turn.model_dump() for turn in request.history])))
+    item = media.item(read_history([turn.model_dump() for turn in request.history]))
     return {**item, "metadata": request.metadata} if request.metadata else item
+
+
+# Flow-Factory --------------------------------------------------------------------------------------------------------
+
+# Its client checks the health once, before training, and retries a request at once after any status from 400 on: an
+# error that would repeat is a 200 with its text, and a full queue is waited for.
+
+
+class ComputeRequest(BaseModel):
+    """B samples as columns; an image is base64 of a PNG file, or a data URI of one, a video the list of its frames."""
+
+    prompt: Column[str] = Field(min_length=1)
+    response: Column[str] | None = None
+    image: Column[str] | None = None
+    video: Column[Column[str]] | None = None
+    condition_images: Column[Column[str]] | None = None
+    condition_videos: Column[Column[Column[str]]] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, content: Any) -> Any:
+        for key in content if isinstance(content, dict) else ():
+            if key not in cls.model_fields and (near := nearest(key, cls.model_fields, 0.7)):
+                raise ValueError(f"unknown key {key[:60]} (did you mean {near}?)")
+        return content
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> ComputeRequest:
+        check_lengths(self.prompt, "prompts", response=self.response, **self.columns())
+        return self
+
+    def columns(self) -> dict[str, list[Any]]:
+        names = ("image", "video", "condition_images", "condition_videos")
+        return {name: column for name in names if (column := getattr(self, name)) is not None}
+
+
+class ComputeAnswer(BaseModel):
+    """Either `rewards` or `error`."""
+
+    rewards: list[float] | None = None
+    error: str | None = None
+
+
+COMPUTE = body_of({"application/json": ComputeRequest.model_json_schema()})
+
+
+@router.get("/{reward}/health", tags=["Flow-Factory"])
+async def health(request: Request, reward: str) -> dict[str, str]:
+    """Answer 200 once the reward can be computed, so that a trainer that starts too early fails at its start."""
+    gateway = gateway_of(request)
+    if not gateway.service.health(gateway.authorized_reward(request, reward).name).ready:
+        raise NotServing(f"the reward {reward} is not loaded yet: see /ready.")
+    return {"status": "ok"}
+
+
+@router.post("/compute", response_model_exclude_none=True, openapi_extra=COMPUTE, tags=["Flow-Factory"])
+@router.post("/{reward}/compute", response_model_exclude_none=True, openapi_extra=COMPUTE, tags=["Flow-Factory"])
+async def compute(request: Request, reward: str | None = None) -> ComputeAnswer:
+    """Return `{"rewards": [number] * B}` in order, or `{"error": text}`; all samples are one group."""
+    try:
+        body = await parse_as(ComputeRequest, await request.body(), gateway_of(request).settings.limits)
+        rows, read = range(len(body.prompt)), partial(_sample, body)
+        scores = await score_conversations(request, reward, rows, read, noun="sample", group="request")
+        return ComputeAnswer(rewards=scores)
+    except (UnknownReward, InvalidRequest, TooLarge, RowError, RewardFailed) as error:
+        return ComputeAnswer(error=redact_paths(str(error)))
+
+
+def _sample(body: ComputeRequest, index: int) -> Sample:
+    # A sample without conditions has an empty list, which is left out.
+    columns = {name: _reference(column[index]) for name, column in body.columns().items() if column[index]}
+    response = None if body.response is None else body.response[index]
+    return Sample(body.prompt[index], response, **columns)
+
+
+def _reference(value: Any) -> Any:
+    """Return base64, however deep in lists, as data URIs."""
+    return data_uri(value) if isinstance(value, str) else tuple(map(_reference, value))

@@ -2,12 +2,10 @@
 
     PYTHON vlmrm/serving/worker DESCRIPTOR
 
-It runs in any Python environment, without vlmrm: the reward's class is imported by its dotted path. It is made with
-the options of the configuration and called with a list of items; it returns a dictionary for each, with `score`, or
-with `error` where this item cannot be scored, and anything else about the item in a dictionary `extra`.
-
-A class may have two methods in place of that call: `prepare(items)`, in a thread beside the one that computes, and
-`compute(prepared)` of what it returned, which gives the outcomes.
+It runs in any Python environment, without vlmrm. The reward's class is made with the options of the configuration and
+called with a list of items; it returns for each a dictionary with `score`, or `error`, and anything else in a
+dictionary `extra`. In place of that call it may have two methods: `prepare(items)`, in a thread beside the one that
+computes, and `compute(prepared)`.
 """
 
 import contextlib
@@ -54,7 +52,7 @@ def main(descriptor):
         message, prepared, preparing = batch
         if hasattr(engine, "prepare") and "items" in message:  # else the service had better wait for more to compute
             channel.send({"kind": "begun", "id": message["id"]})
-        done = control(engine, message, secrets) if "control" in message else score(engine, message, prepared, secrets)
+        done = run(engine, message, prepared, secrets)
         response = {**done, "id": message["id"], "preparing": preparing}
         try:
             channel.send(response)
@@ -91,19 +89,13 @@ def send_heartbeats(channel):
             return
 
 
-def control(engine, message, secrets):
-    """Run the method of the engine that a message names, such as `sleep`."""
-    try:
-        getattr(engine, message["control"])()
-    except Exception as error:
-        return {"kind": "failed", "error": describe(error, secrets)}
-    return {"kind": "done"}
-
-
-def score(engine, message, prepared, secrets):
-    """Return the outcome of each item, or one error for all where the engine raises."""
+def run(engine, message, prepared, secrets):
+    """Score the items of a message, or call the method that it names, such as `sleep`; an error is one of all."""
     started = time.monotonic()
     try:
+        if "control" in message:
+            getattr(engine, message["control"])()
+            return {"kind": "done"}
         if isinstance(prepared, Exception):
             raise prepared
         outcomes = list(engine.compute(prepared) if hasattr(engine, "prepare") else engine(prepared))

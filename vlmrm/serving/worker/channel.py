@@ -1,8 +1,7 @@
 """Messages between the service and a worker: JSON trees that may hold bytes, over a socket, without pickle.
 
-A message on the wire is two lengths (8 bytes each, big endian), JSON, and the bytes that the JSON refers to as
-{"$bytes": [start, end]}; a dictionary of a request that looks like that is escaped as {"$dict": {...}}. Only the
-standard library is used, as a worker may run in any environment.
+A message is two lengths (8 bytes each, big endian), JSON, and the bytes that it refers to as {"$bytes": [start, end]};
+a dictionary that looks like that is escaped as {"$dict": {...}}. Only the standard library is used.
 """
 
 import contextlib
@@ -41,16 +40,11 @@ def _encode(value, blobs, ends):
 def unpack(packed):
     """Return the tree that `pack` was given; raises ValueError for a message that is cut off."""
     view = memoryview(packed)
-    if len(view) < LENGTHS.size:
+    lengths = LENGTHS.unpack(view[: LENGTHS.size]) if len(view) >= LENGTHS.size else (0,)
+    if len(view) != LENGTHS.size + sum(lengths):
         raise ValueError("a message is cut off")
-    head, body = LENGTHS.unpack(view[: LENGTHS.size])
-    if len(view) != LENGTHS.size + head + body:
-        raise ValueError("a message is cut off")
-    return _load(view[LENGTHS.size : LENGTHS.size + head], view[LENGTHS.size + head :])
-
-
-def _load(head, body):
-    return _decode(json.loads(bytes(head)), body)
+    body = LENGTHS.size + lengths[0]
+    return _decode(json.loads(bytes(view[LENGTHS.size : body])), view[body:])
 
 
 def _decode(value, body):
@@ -87,7 +81,7 @@ class Channel:
         if lengths is None:
             return None
         head, body = map(self._read, LENGTHS.unpack(lengths))
-        return None if head is None or body is None else _load(memoryview(head), memoryview(body))
+        return None if head is None or body is None else _decode(json.loads(head), memoryview(body))
 
     def _read(self, count):
         data = bytearray(count)
@@ -105,8 +99,6 @@ def die_with_parent():
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
-
-# Redaction -----------------------------------------------------------------------------------------------------------
 
 # An absolute path of two parts or more, not the tail of a URL: its last part is what a reader needs.
 PATH = re.compile(r"(?<![\w.:/~\-])~?(?:/[\w.@+\-]+)+/([\w.@+\-]+)")

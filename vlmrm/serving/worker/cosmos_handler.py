@@ -1,10 +1,8 @@
 """Runs a reward handler that was written for cosmos-rl's service: `set_up` once, `calculate_reward` per request.
 
-    engine = "cosmos_handler.CosmosHandler"
-    import_from = ["my_rewards"]
-    options = { handler = "new_reward.NewReward" }
-
-Needs torch, numpy and the handler's own dependencies in the reward's environment, and not vlmrm.
+engine = "cosmos_handler.CosmosHandler"
+import_from = ["my_rewards"]
+options = { handler = "new_reward.NewReward" }
 """
 
 import importlib
@@ -19,12 +17,8 @@ import torch
 class CosmosHandler:
     """The class `handler`, made with the settings of the configuration and set up.
 
-    The samples of one request are one call, as in cosmos-rl: `images` is uint8 [B, H, W, C] of images or
-    [B, C, T, H, W] of videos, on `device`; `metadata` has `prompts`, `media_type`, `video_infos` and all other keys
-    that the client sent.
-
-    Args:
-        score_key: the score that is the reward in protocols with one; by default the first that is a number.
+    The samples of one request are one call, as in cosmos-rl: `images` is uint8, [B, H, W, C], or [B, C, T, H, W] of
+    videos. `score_key` is the reward in protocols with one; by default the first that is a number.
     """
 
     def __init__(self, handler, model_path="", device="", score_key="", **options):
