@@ -21,7 +21,7 @@ from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import limits_of
 from vlmrm.evaluation.scorers.kept_batches import KeptBatches
-from vlmrm.http import hub_answers
+from vlmrm.libraries import hub_answers
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.modeling import LoadedReward, batcher_for, load_checkpoint, load_weights, sequence_limit, template_hash
 from vlmrm.modeling.attention import attention_of

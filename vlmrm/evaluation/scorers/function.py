@@ -13,7 +13,7 @@ from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import ConversationScorer, origin_of
 from vlmrm.evaluation.scorers.spec import Spec
-from vlmrm.imported import imported_function
+from vlmrm.plugins import imported_function
 
 logger = logging.getLogger("vlmrm")
 

@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 
 from vlmrm.errors import ConfigError
-from vlmrm.imported import imported_function
+from vlmrm.plugins import imported_function
 from vlmrm.settings import did_you_mean
 from vlmrm_robots.frames.images import as_array
 from vlmrm_robots.trajectories.trajectory import listed

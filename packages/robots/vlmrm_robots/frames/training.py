@@ -38,12 +38,16 @@ from vlmrm.data.comparisons import data_fingerprint
 from vlmrm.errors import ConfigError, Interrupted, Preempted, TrainingError, first_line
 from vlmrm.files import make_folder, write_json
 from vlmrm.modeling.manifest import read_json_of
-from vlmrm.training.callbacks import PreemptionCallback
+from vlmrm.training.callbacks import Bar, FiguresCallback, PreemptionCallback
 from vlmrm.training.checks import check_gpus
-from vlmrm.training.folder import output_lock
-from vlmrm.training.progress import Bar, FiguresCallback
-from vlmrm.training.resume import any_rank, checkpoint_to_resume, from_first_rank, plain_rank_errors
-from vlmrm.training.saving import CompleteCheckpoints
+from vlmrm.training.folder import (
+    CompleteCheckpoints,
+    any_rank,
+    checkpoint_to_resume,
+    from_first_rank,
+    output_lock,
+    plain_rank_errors,
+)
 from vlmrm_robots.frames.card import check_card, write_card
 from vlmrm_robots.frames.checkpoint import LoadedClassifier, load_classifier, read_config, save_classifier
 from vlmrm_robots.frames.classifier import (
