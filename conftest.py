@@ -121,7 +121,7 @@ def train_here(tmp_path, tiny_checkpoint, monkeypatch):
     """`train_here(data, name="out", **keys)` trains shortly in this process; `tmp_path / name` is its folder."""
     from runs import short_training
 
-    from vlmrm.training.main import train
+    from vlmrm.training import train
 
     monkeypatch.chdir(tmp_path)
     # HF's trainer leaves its choices for the process in the environment.

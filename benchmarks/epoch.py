@@ -16,8 +16,8 @@ import torch
 from benchmarks import harness, runs
 from benchmarks.harness import Row, row
 from vlmrm.modeling import load_for_training, load_processor
+from vlmrm.training import train
 from vlmrm.training.losses import PreferenceLoss, weights
-from vlmrm.training.main import train
 
 PAIRS, BATCH = 160, 4
 LIMIT = 1.10

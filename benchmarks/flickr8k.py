@@ -25,7 +25,7 @@ from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.pairs import credits_of, margins_of, scored_pairs
 from vlmrm.modeling import make_tiny
 from vlmrm.scoring import Scorer, load_scorer
-from vlmrm.training.main import train
+from vlmrm.training import train
 
 TRAIN = ("vl_expert_train", "t2i_expert_train", "vl_owncaption_train")
 VAL = {"vl": "vl_expert_val", "t2i": "t2i_expert_val"}

@@ -65,11 +65,12 @@ def planned_figures(keys: dict[str, Any], quick: bool) -> dict[str, float]:
 
 def real_figures(keys: dict[str, Any], quick: bool) -> dict[str, float]:
     """Return the rise of memory from before the model is opened, and the seconds of the steps."""
+    from vlmrm import train
     from vlmrm.training import main
 
     before: list[float] = []
     seconds: list[float] = []
-    build, train = main.build_model, Trainer.train
+    build, trained = main.build_model, Trainer.train
 
     def build_model(*arguments: Any) -> Any:
         before.append(harness.memory())
@@ -77,13 +78,13 @@ def real_figures(keys: dict[str, Any], quick: bool) -> dict[str, float]:
 
     def timed(*arguments: Any, **options: Any) -> Any:
         started = time.process_time()
-        result = train(*arguments, **options)
+        result = trained(*arguments, **options)
         seconds.append(time.process_time() - started)
         return result
 
     main.build_model, Trainer.train = build_model, timed
     with workplace() as folder:
-        main.train(training(folder, keys, quick))
+        train(training(folder, keys, quick))
     return {"memory": harness.peak_memory() - before[0], "seconds": seconds[0]}
 
 

@@ -37,7 +37,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 def first_step(base: Path, data: Path) -> tuple[float, float, float]:
     """Return the seconds of a training of one step, and the peak memory in MB before and after it."""
-    from vlmrm.training.main import train
+    from vlmrm.training import train
 
     with runs.workplace() as folder:
         before = harness.memory()

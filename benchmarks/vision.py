@@ -30,7 +30,7 @@ from benchmarks.harness import Row, row
 from benchmarks.runs import picture_pairs, training_words, workplace
 from vlmrm.batching.media import Grid
 from vlmrm.modeling import families, make_tiny, reward_model_class
-from vlmrm.modeling.vision_layout import tower_keywords
+from vlmrm.modeling.vision import tower_keywords
 from vlmrm.training.trainer import ComparisonTrainer
 
 SIDE, QUICK_SIDE = 1260, 140  # pixels
@@ -124,7 +124,7 @@ def micro_batch(way: str, side: int) -> Counts:
 
 def train_shortly(folder: Path, side: int) -> None:
     """Train for one step of three micro-batches."""
-    from vlmrm.training.main import train
+    from vlmrm.training import train
 
     base = make_tiny(folder / "base")
     config: Any = AutoConfig.from_pretrained(base)

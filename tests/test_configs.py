@@ -16,7 +16,7 @@ from vlmrm.config import parse
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.arguments import EvaluationArguments
-from vlmrm.keys import FILE, check_words
+from vlmrm.keys import FILE, read_words
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.rewards import RewardArguments
 from vlmrm.serving.settings import RewardSettings
@@ -249,7 +249,7 @@ def test_a_mistake_is_said_from_the_declaration_as_by_the_classes(words, tmp_pat
     Path("bad.yaml").write_text("learning_rate: fast\n")
     Path("deepspeed.yaml").write_text("deepspeed: zero9.json\n")
     said = []
-    for call in (check_words, lambda command, words: parse(CLASSES, words, command)):
+    for call in (read_words, lambda command, words: parse(CLASSES, words, command)):
         with pytest.raises(ConfigError) as caught:
             call("train", words)
         said.append(str(caught.value).replace("string_to_bool", "bool"))
@@ -258,9 +258,9 @@ def test_a_mistake_is_said_from_the_declaration_as_by_the_classes(words, tmp_pat
 
 def test_every_configuration_passes_the_check_of_words():
     for name in TRAINING:
-        check_words("train", [str(CONFIGS / f"{name}.yaml"), "--use_peft", "--no-check-files", "--max-pixels=null"])
+        read_words("train", [str(CONFIGS / f"{name}.yaml"), "--use_peft", "--no-check-files", "--max-pixels=null"])
     for name in EVALUATION:
-        check_words("eval", [str(CONFIGS / f"{name}.yaml"), "--group_by", "a", "b"])
+        read_words("eval", [str(CONFIGS / f"{name}.yaml"), "--group_by", "a", "b"])
 
 
 def test_the_guide_s_tables_of_metrics_are_those_that_are_declared():

@@ -24,7 +24,7 @@ from benchmarks.gpu.supervising import supervise
 from benchmarks.harness import Skipped, row
 from benchmarks.serving.clients import Item
 from vlmrm.modeling import kernels as ours
-from vlmrm.modeling import varlen
+from vlmrm.modeling import kernels as vlmrm_kernels
 
 
 def part_of(folder: Path, **options) -> Run:
@@ -144,7 +144,7 @@ def varlen_of_torch_2_11(*states, scale, window_size):
 @pytest.mark.parametrize("function", [documented_varlen, varlen_of_torch_2_11])
 @pytest.mark.parametrize("case", [kernels.PLAIN[1], kernels.WINDOWS[0]], ids=lambda case: case.name)
 def test_the_call_of_the_variable_length_kernel_is_that_of_the_reference(case, function, monkeypatch, tmp_path):
-    monkeypatch.setattr(varlen, "varlen_attn", function)
+    monkeypatch.setattr(vlmrm_kernels, "varlen_attn", function)
     monkeypatch.setattr(kernels, "for_cuda_alone", lambda run, name: None)
     small = replace(case, heads=4, width=16)
     [line] = kernels.equality(part_of(tmp_path), kernels.Rows("cpu", kernels.SMALL[:4]), "row", "varlen", small)
@@ -153,7 +153,7 @@ def test_the_call_of_the_variable_length_kernel_is_that_of_the_reference(case, f
 
 def test_the_attention_of_towers_is_that_of_the_reference(tmp_path):
     small = kernels.Case(heads=2, key_heads=2, width=16)
-    [line] = kernels.tower_equality(part_of(tmp_path), "tower", varlen.TORCH, small)
+    [line] = kernels.tower_equality(part_of(tmp_path), "tower", vlmrm_kernels.TORCH, small)
     assert line["holds"] and line["measured"] > 0
 
 

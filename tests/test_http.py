@@ -80,7 +80,7 @@ def test_the_hub_is_asked_once_where_it_cannot_be_reached(monkeypatch, tmp_path)
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     from vlmrm.errors import CheckpointError
-    from vlmrm.http import hub_answers
+    from vlmrm.libraries import hub_answers
     from vlmrm.modeling.manifest import find_file
 
     requests = []
@@ -95,7 +95,7 @@ def test_the_hub_is_asked_once_where_it_cannot_be_reached(monkeypatch, tmp_path)
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(httpx, "head", head)
-    monkeypatch.setattr("vlmrm.modeling.manifest.hf_hub_download", download)
+    monkeypatch.setattr("vlmrm.modeling.manifest.snapshot_download", download)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs/mine").mkdir(parents=True)
     hub_answers.cache_clear()

@@ -40,9 +40,9 @@ from vlmrm.scoring.offline import SCHEMA
 from vlmrm.scoring.transforms import NORMALIZED, TRANSFORMS
 from vlmrm.serving.settings import load_settings
 from vlmrm.settings import validate
+from vlmrm.training import train
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.losses import PAIR_LOSSES
-from vlmrm.training.main import train
 from vlmrm_robots.frames.settings import CollectSettings
 
 ROOT = Path(__file__).resolve().parents[1]

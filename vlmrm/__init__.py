@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vlmrm.evaluation.sweep import sweep as evaluate
     from vlmrm.scoring import load_scorer
+    from vlmrm.training import train
     from vlmrm.training.arguments import RewardConfig
-    from vlmrm.training.main import train
     from vlmrm.training.reward_trainer import RewardTrainer
 
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ _LAZY = {
     "RewardTrainer": ("vlmrm.training.reward_trainer:RewardTrainer", "train", "training"),
     "evaluate": ("vlmrm.evaluation.sweep:sweep", "train", "evaluating"),
     "load_scorer": ("vlmrm.scoring:load_scorer", "local", "scoring"),
-    "train": ("vlmrm.training.main:train", "train", "training"),
+    "train": ("vlmrm.training:train", "train", "training"),
 }
 
 

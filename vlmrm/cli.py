@@ -22,7 +22,7 @@ from vlmrm.data.columns import parse_columns
 from vlmrm.errors import ConfigError, VlmrmError, first_line
 from vlmrm.keys import answered, helped, stand_in
 from vlmrm.libraries import ROBOTS, install_command, needs
-from vlmrm.logs import open_streams, quiet_libraries, say
+from vlmrm.logs import quiet_libraries, say
 from vlmrm.plugins import without_plugins
 
 SCORE = 'score --model outputs/best --image cat.jpg --prompt "What is this?" --response "A cat." --response "A dog."'
@@ -121,11 +121,10 @@ if "frames" not in app:
 @needs("train", "training")
 def train(*words: Words) -> None:
     """Train a reward model: CONFIG.yaml [--key value ...]; --help lists its keys."""
-    if answered("train", "Train a reward model from preferences.", words):
-        return
-    from vlmrm.training.main import train
+    if (keys := answered("train", "Train a reward model from preferences.", words)) is not None:
+        from vlmrm.training import train
 
-    train(words)
+        train(keys)
 
 
 @app.command
@@ -158,11 +157,10 @@ def init(
 def plan(*words: Words) -> None:
     """Plan a training (rows, steps, memory, time, disk) and say whether it would start: CONFIG.yaml [--key value]."""
     summary = "Plan a training with these keys and say whether it would start; --json prints one JSON object."
-    if answered("plan", summary, words, flags=("--json",)):
-        return
-    from vlmrm.commands.plan import plan_command
+    if (keys := answered("plan", summary, words, "--json")) is not None:
+        from vlmrm.commands.plan import plan_command
 
-    raise SystemExit(plan_command(words))
+        raise SystemExit(plan_command(keys, "--json" in words))
 
 
 @app.command(name="check-data", help_flags=[])
@@ -303,7 +301,6 @@ serve_script, prepare_script = partial(main, "serve"), partial(main, "serve", "p
 
 def run(command: Callable[[], Any]) -> None:
     """Run a verb; print an error of the user as one sentence, and exit with its status."""
-    open_streams()
     quiet_libraries()
     try:
         command()

@@ -8,6 +8,7 @@ A value in a file or a mapping is converted as on the command line. Importing th
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -15,9 +16,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from vlmrm.errors import ConfigError
+from vlmrm.errors import ConfigError, DataError
 from vlmrm.plugins import load_plugins, without_plugins
-from vlmrm.settings import load_file, nearest
+from vlmrm.settings import load_file, nearest, nearest_file
 
 if TYPE_CHECKING:
     from trl import TrlParser
@@ -95,14 +96,26 @@ def _split(config: Configuration) -> tuple[Mapping[str, Any], Path | None, list[
     return {}, *_split_file([os.fspath(config)] if isinstance(config, (str, os.PathLike)) else config)
 
 
-def check(parser: argparse.ArgumentParser, config: Configuration, kinds: Kinds) -> None:
-    """Refuse what `parse` refuses before it makes the dataclasses, whose keys `parser` has.
+def read(parser: argparse.ArgumentParser, config: Configuration, kinds: Kinds) -> dict[str, Any]:
+    """Return the keys of a configuration with their values, for `parse`.
 
     Args:
+        parser: has the keys of the dataclasses, and no defaults.
         kinds: what each key takes, as `kinds_of` its type.
     """
-    _, _, words = _read(config, {}, parser, kinds)
-    _refuse(parser.parse_known_args(words)[1], parser)
+    values, environment, words = _read(config, {}, parser, kinds)
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    written, unknown = parser.parse_known_args(words)
+    _refuse(unknown, parser)
+    return values | vars(written)
+
+
+def check_paths(values: Mapping[str, Any]) -> None:
+    """Refuse paths of data that are not here; a name may also be one of the hub, or a pattern."""
+    for name in (name for key in ("dataset_path", "eval_dataset_path") for name in values.get(key) or ()):
+        here = name.startswith(("/", "./", "../")) or name.endswith(DATA_SUFFIXES)
+        if here and not glob.has_magic(name) and "://" not in name and not Path(name).exists():
+            raise DataError(f"{name} does not exist{nearest_file(Path(name))}")
 
 
 def kinds_of(hint: Any) -> frozenset[Any]:

@@ -1,7 +1,7 @@
 """The types of the domain: conversations of text, images and videos, judgements of answers, and scores.
 
-They are frozen, validated on construction and need no torch. `vlmrm.formats` reads them from every outside format and
-writes them back; the rest of the package takes only these.
+They are frozen, validated on construction (a RowError says what is wrong) and need no torch. `vlmrm.formats` reads
+them from every outside format and writes them back; the rest of the package takes only these.
 """
 
 from __future__ import annotations
@@ -73,9 +73,6 @@ class VideoOptions:
 
     >>> VideoOptions(fps=1.0).as_dict()
     {'fps': 1.0}
-
-    Raises:
-        MediaError: naming an option out of range, or two that contradict each other.
     """
 
     fps: float | None = None
@@ -209,9 +206,6 @@ class Conversation:
     >>> talk = Conversation((Message.of("user", "Hello?"), Message.of("assistant", "Hi!")))
     >>> talk.answer.text
     'Hi!'
-
-    Raises:
-        RowError: when there is no message, or a slot for an image or video is empty.
     """
 
     messages: Messages
@@ -238,11 +232,7 @@ class Conversation:
 
     @property
     def answer(self) -> Message:
-        """The last message.
-
-        Raises:
-            RowError: when it is not the assistant's.
-        """
+        """The last message."""
         if self.messages[-1].role != "assistant":
             raise RowError("it ends without an assistant message: there is no answer to score")
         return self.messages[-1]
@@ -270,9 +260,6 @@ class Judgement:
         margin: by how much the better was preferred, in log-odds; the loss subtracts it from the score difference.
         weight: weight of the judgement in the loss and in means.
         dimension, rater: the criterion and the person; None where the data do not say.
-
-    Raises:
-        RowError: when answers and values differ in number, or a number is not finite or out of range.
     """
 
     answers: tuple[int, ...]
@@ -346,11 +333,7 @@ class Comparison:
 
     @property
     def judgement(self) -> Judgement:
-        """The only judgement, or the mean of several: of each answer, over those that judge it.
-
-        Raises:
-            RowError: when there is none.
-        """
+        """The only judgement, or the mean of several: of each answer, over those that judge it."""
         if not self.judgements:
             raise RowError("its answers are not judged: give a judgement of them")
         return self.judgements[0] if len(self.judgements) == 1 else _mean(self.judgements, len(self.answers))
@@ -413,9 +396,6 @@ class Outcome:
     Args:
         extra: further output of the reward.
         decode_seconds: time that a service took to decode latents.
-
-    Raises:
-        RowError: when there is neither a finite score nor an error, or both.
     """
 
     score: float | None = None

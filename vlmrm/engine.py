@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from vlmrm.batching import Batch, ComparisonCollator, Part, to_device
-from vlmrm.batching.caches import PrefixCache
 from vlmrm.batching.collator import plain_worker_errors
 from vlmrm.batching.pieces import log_cut
 from vlmrm.errors import RowError, ScoreError, finite_or_error
 from vlmrm.rendering import ProcessedMedia, Rendered
+
+if TYPE_CHECKING:
+    from vlmrm.batching.caches import PrefixCache
 
 Item = TypeVar("Item")
 Render = Callable[[Item, dict[str, ProcessedMedia]], Rendered]
@@ -95,20 +97,12 @@ class Engine:
         """Score a data set for the collator, rendered by `num_workers` processes ahead of the model.
 
         The rows of a batch are sorted by index; those that the collator drops have an error.
-
-        Raises:
-            RowError, VlmrmError: as `batches` does.
         """
         for batch in self.batches(dataset, batch_size=batch_size, num_workers=num_workers):
             yield from self.score_batch(batch)
 
     def batches(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[Batch]:
-        """Yield the collated batches of a data set.
-
-        Raises:
-            RowError: for a row that the collator may not drop.
-            VlmrmError: when a worker dies.
-        """
+        """Yield the collated batches of a data set."""
         # Two workers would both read a stream from its start.
         workers = min(num_workers, 1) if isinstance(dataset, IterableDataset) else num_workers
         loader = DataLoader(dataset, batch_size=batch_size, collate_fn=self.collator, num_workers=workers)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
@@ -18,6 +19,8 @@ from uuid import uuid4
 from filelock import FileLock, SoftFileLock, Timeout
 
 from vlmrm.errors import ConfigError
+
+logger = logging.getLogger("vlmrm")
 
 # Hashing releases the GIL: more threads than this wait for the disk instead.
 THREADS = 8
@@ -112,45 +115,32 @@ def write_json(path: Path, content: Any, *, durable: bool = True, exclusive: boo
 
 
 @contextmanager
-def exclusive_lock(
-    lock: Path, refusal: str, *, wait: float = 0.0, without: Callable[[], None] | None = None
-) -> Generator[None]:
+def exclusive_lock(lock: Path, refusal: str, *, wait: float = 0.0) -> Generator[None]:
     """Hold the file `lock` exclusively among processes, until the context ends or the process dies.
 
-    The operating system holds the lock; the file itself stays and means nothing.
+    The operating system holds the lock; the file itself stays and means nothing. A file system without locks is
+    warned of, and used without one.
 
     Args:
         refusal: message of the error if another process still holds the lock after `wait` seconds.
-        without: called where the file system has no locks, before the context begins without one.
     """
     make_folder(lock.parent)
-    file_lock: Any = FileLock(lock, timeout=wait)
+    held: Any = FileLock(lock, timeout=wait)
     with plain_write_errors(lock), warnings.catch_warnings(action="ignore"):
         try:
-            file_lock.acquire()
-            locks = not _only_marks(file_lock)
-        except Timeout:
-            locks = not _only_marks(file_lock)
-            if locks:
+            held.acquire()
+        except (Timeout, NotImplementedError) as error:
+            if isinstance(error, Timeout) and not isinstance(held, SoftFileLock):
                 raise ConfigError(refusal) from None
-        except NotImplementedError:
-            locks = False
-        if not locks:
-            file_lock.release()
-            if without is None:
-                raise OSError("its file system has no locks")
+        # filelock may have fallen back to a lock by a file's existence: a killed process would leave it locked.
+        if isinstance(held, SoftFileLock) or not held.is_locked:
+            held.release()
             lock.touch()
-    if not locks and without is not None:
-        without()
+            logger.warning("%s has no file locks: nothing stops another process from writing there", lock.parent)
     try:
         yield
     finally:
-        file_lock.release()
-
-
-def _only_marks(file_lock: Any) -> bool:
-    """Return whether filelock fell back to a lock by a file's existence: a killed process leaves it locked."""
-    return isinstance(file_lock, SoftFileLock)
+        held.release()
 
 
 def require_new_folder(folder: Path, purpose: str) -> None:

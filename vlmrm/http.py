@@ -18,7 +18,6 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import cache
 from typing import Any, TypeVar
 
 from vlmrm.errors import ConfigError, Denied, RewardError
@@ -311,24 +310,6 @@ def one_line(text: str) -> str:
     """Return a text as one line of at most `MAX_CHARACTERS`."""
     text = " ".join(text.split())
     return f"{text[:MAX_CHARACTERS]}..." if len(text) > MAX_CHARACTERS else text or "(nothing)"
-
-
-@cache
-def hub_answers() -> bool:
-    """Return whether the hub of models and data sets can be reached, by one request for the process.
-
-    Its own client would try for half a minute before each file.
-    """
-    import httpx
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        httpx.head(constants.ENDPOINT, timeout=CONNECT_TIMEOUT)
-    except httpx.HTTPError:
-        return False
-    return True
 
 
 def is_loopback(host: str) -> bool:

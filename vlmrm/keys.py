@@ -10,7 +10,7 @@ import argparse
 import json
 import shutil
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import Parameter, Signature
@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter as CommandParameter
 
-from vlmrm.config import PlainErrors, check
+from vlmrm.config import Configuration, PlainErrors, check_paths, read
 from vlmrm.libraries import installed_version
 from vlmrm.logs import say
 
@@ -86,16 +86,14 @@ def stand_in(command: str) -> Callable[..., None]:
     return verb
 
 
-def answered(command: str, summary: str, words: Sequence[str], flags: Sequence[str] = ()) -> bool:
-    """Print help where `words` ask for it; refuse mistyped keys otherwise, and return False.
-
-    Args:
-        flags: words that are no keys, such as `--json`.
-    """
+def answered(command: str, summary: str, words: Sequence[str], *flags: str) -> Configuration | None:
+    """Print help where `words` ask for it, and return None; otherwise the keys of `words` but for the `flags`."""
     if helped(command, summary, words):
-        return True
-    check_words(command, [word for word in words if word not in flags])
-    return False
+        return None
+    config = read_words(command, [word for word in words if word not in flags])
+    if isinstance(config, Mapping) and command not in SAME_KEYS:  # a plan lists what is missing
+        check_paths(config)
+    return config
 
 
 def helped(command: str, summary: str, words: Sequence[str], reads: str = "CONFIG.yaml") -> bool:
@@ -106,21 +104,21 @@ def helped(command: str, summary: str, words: Sequence[str], reads: str = "CONFI
     return wanted
 
 
-def check_words(command: str, words: Sequence[str]) -> None:
-    """Refuse unknown and ill-typed keys of a command line and its file, within a moment.
+def read_words(command: str, words: Sequence[str]) -> Configuration:
+    """Return the keys of a command line and its file, and refuse unknown and ill-typed ones within a moment.
 
-    With other versions of the libraries than those that were declared it does nothing: their keys may be others.
+    With other versions of the libraries than those that were declared they stay words: their keys may be others.
     """
     versions = _declared(command)["versions"]
     if any(installed_version(library) != version for library, version in versions.items()):
-        return
-    parser = PlainErrors(prog=f"vlmrm {command}", allow_abbrev=False, add_help=False)
+        return words
+    parser = PlainErrors(allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS)
     for key in keys_of(command):
         const = True if key.nargs == "?" else None
         parser.add_argument(*_flags(key.name), type=TYPES[key.type], nargs=key.nargs, choices=key.choices, const=const)
         if key.type == "string_to_bool" and key.default == "true":
             parser.add_argument(*_flags(f"no_{key.name}"), dest=key.name, action="store_false")
-    check(parser, words, {key.name: {KINDS[kind] for kind in key.kinds} for key in keys_of(command)})
+    return read(parser, words, {key.name: {KINDS[kind] for kind in key.kinds} for key in keys_of(command)})
 
 
 def _flags(name: str) -> list[str]:

@@ -9,6 +9,7 @@ import inspect
 import json
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from types import CodeType
@@ -84,15 +85,9 @@ def install_command(extra: str) -> str:
 
     An extra of vlmrm-robots is written as pip takes it; without one it is vlmrm-robots itself.
     """
-    if extra.startswith(ROBOTS):
-        name, extras, folder, part = (
-            ROBOTS,
-            extra.removeprefix(ROBOTS),
-            ROBOTS_FOLDER,
-            f"#subdirectory={ROBOTS_FOLDER}",
-        )
-    else:
-        name, extras, folder, part = "vlmrm", f"[{extra}]", ".", ""
+    robots = extra.startswith(ROBOTS)
+    name, extras = (ROBOTS, extra.removeprefix(ROBOTS)) if robots else ("vlmrm", f"[{extra}]")
+    folder, part = (ROBOTS_FOLDER, f"#subdirectory={ROBOTS_FOLDER}") if robots else (".", "")
     own, core = _origin(name), _origin("vlmrm")
     if "archive_info" in own:
         return f"pip install '{name}{extras} @ {own['url']}'"
@@ -159,6 +154,7 @@ def _names_in(value: Any) -> Iterator[str]:
 # Devices and dtypes by name.
 
 
+HUB_SECONDS = 9.0  # in which the hub must answer
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -187,3 +183,21 @@ def parse_dtype(name: str, *, auto: bool = False) -> str:
     if full not in names:
         raise ConfigError(f"dtype is {name!r}: choose from {', '.join(names)}.")
     return full
+
+
+@cache
+def hub_answers() -> bool:
+    """Return whether the hub of models and data sets can be reached, by one request for the process.
+
+    Its own client would try for half a minute before each file.
+    """
+    import httpx
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        httpx.head(constants.ENDPOINT, timeout=HUB_SECONDS)
+    except httpx.HTTPError:
+        return False
+    return True

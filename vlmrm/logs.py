@@ -146,13 +146,6 @@ def progress(rows: Iterable[T], title: str, total: int | None = None, *, show: b
             yield row
 
 
-def open_streams() -> None:
-    """Give a process with closed output (`2>&-`) streams to write to: Python has None for them."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-
-
 def quiet_libraries() -> None:
     """Silence messages of libraries that come on every run and need no action. Call it before importing them."""
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())

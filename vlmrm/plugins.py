@@ -12,17 +12,21 @@ under the entry point `vlmrm.plugins`.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from vlmrm.errors import ConfigError, VlmrmError, first_line
-from vlmrm.imported import imported_module
+from vlmrm.settings import did_you_mean
 
 ENTRY_POINTS = "vlmrm.plugins"
 VARIABLE = "VLMRM_PLUGINS"  # tells the processes that this one starts
@@ -90,3 +94,38 @@ def _failure(name: str, error: Exception) -> str:
     if not place and isinstance(error, VlmrmError):
         return str(error)
     return f"the plugin {name} fails{place}: {type(error).__name__}: {first_line(error).rstrip('.')}."
+
+
+# Names in settings ---------------------------------------------------------------------------------------------------
+
+
+def imported_function(module: str, name: str, subject: str) -> Callable[..., Any]:
+    """Return a function of a module, of the working directory too; errors begin with `subject`."""
+    imported = imported_module(module, subject)
+    function = getattr(imported, name, None)
+    if not callable(function):
+        names = [key for key, value in vars(imported).items() if callable(value)]
+        raise ConfigError(f"{subject}: {module} has no function {name}{did_you_mean(name, names)}")
+    return function
+
+
+def imported_module(module: str, subject: str) -> ModuleType:
+    """Import a module, of the working directory too; ConfigError as `imported_function`."""
+    try:
+        with _working_directory():
+            return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{subject}: {module} needs {error.name}, which is not installed.") from error
+        raise ConfigError(f"{subject}: there is no module {error.name}, also not in this folder.") from None
+
+
+@contextmanager
+def _working_directory() -> Generator[None]:
+    """Look for modules in the working directory too, as `python -m` does."""
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)

@@ -24,9 +24,9 @@ from benchmarks.harness import Row, Skipped, row
 from vlmrm.batching.shared import PackedLayout
 from vlmrm.batching.tree import Tree, grow
 from vlmrm.modeling import kernels as ours
+from vlmrm.modeling.kernels import FLASH, TORCH
 from vlmrm.modeling.masks import MaskRule, mask_rule
-from vlmrm.modeling.varlen import FLASH, TORCH
-from vlmrm.modeling.vision_attention import Segments, by_segments
+from vlmrm.modeling.vision import Segments, by_segments
 
 ROUNDING = 2e-2  # of bfloat16, after a kernel that sums in float32
 APART = 10 * ROUNDING  # what leaving out a part of the rule must at least change

@@ -22,7 +22,7 @@ from benchmarks.gpu.running import Run, release
 from benchmarks.harness import Row, Timings, row
 from benchmarks.shapes import Pair, Workload, reward_model, training
 from vlmrm.batching import to_device
-from vlmrm.modeling.vision_attention import attend_by_segments
+from vlmrm.modeling.vision import attend_by_segments
 
 PAIR = Pair(1024, 64, 256, 256)  # an image of 896 x 896 pixels, a question and two answers
 SHORT = Pair(512, 64, 224, 224)  # 1026 tokens, shared

@@ -18,7 +18,7 @@ from benchmarks.gpu.models import checkpoint
 from benchmarks.gpu.running import Run, needed
 from benchmarks.harness import Row, row
 from benchmarks.shapes import LARGEST_SIDE
-from vlmrm.training.main import train
+from vlmrm.training import train
 from vlmrm.training.trainer import ComparisonTrainer
 
 BATCH, STEPS = 4, 10

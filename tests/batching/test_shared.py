@@ -19,7 +19,7 @@ from vlmrm.batching.shared import PackedLayout, SharedBatcher, path_positions
 from vlmrm.batching.tree import common_prefix, grow
 from vlmrm.errors import ConfigError
 from vlmrm.formats.openai import read_conversation
-from vlmrm.modeling import freeze, load_for_training, varlen
+from vlmrm.modeling import freeze, kernels, load_for_training
 from vlmrm.modeling.attention import batcher_for, shared_prefix
 from vlmrm.modeling.kernels import per_segment
 from vlmrm.modeling.tiny import make_tiny
@@ -436,6 +436,6 @@ def test_a_torch_whose_kernel_lacks_a_keyword_is_refused_before_any_step(checkpo
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
         pass
 
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(kernels, "varlen_attn", varlen_attn)
     with pytest.raises(ConfigError, match=r"torch 2\.12 or newer.* does not know scale, window_size: install"):
         rendered_of(checkpoints, CASES["one pair"])

@@ -252,7 +252,7 @@ def test_a_full_disk_is_called_one(train_here, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("vlmrm.training.saving.write_complete", full)
+    monkeypatch.setattr("vlmrm.training.folder.write_complete", full)
     with pytest.raises(TrainingError, match=r"checkpoint-2 could not be saved: the disk is full"):
         train_here(colour_pairs(tmp_path / "data", 4), save_steps=2)
 

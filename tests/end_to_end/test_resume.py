@@ -175,7 +175,7 @@ def test_a_run_killed_in_its_first_save_begins_again(train_here, tmp_path, capsy
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("vlmrm.training.saving.write_complete", die)
+        patched.setattr("vlmrm.training.folder.write_complete", die)
         with pytest.raises(Interrupted, match="interrupted after step 2, and no checkpoint was saved"):
             train_here(data, **keys)
     half_written = tmp_path / "out/checkpoint-2"
@@ -393,7 +393,7 @@ def test_a_checkpoint_that_is_written_again_counts_only_when_whole(two_checkpoin
     def die(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("vlmrm.training.saving.write_complete", die)
+    monkeypatch.setattr("vlmrm.training.folder.write_complete", die)
     with pytest.raises(Interrupted):
         train_here(data, max_steps=4, save_steps=2, resume_from_checkpoint=out / "checkpoint-2")
     assert (out / "checkpoint-4/model.safetensors").exists()
@@ -410,7 +410,7 @@ def test_older_checkpoints_go_only_when_the_new_one_is_whole(train_here, tmp_pat
         others_then[folder.name] = {path.name for path in folder.parent.glob("checkpoint-*")} - {folder.name}
         write_complete(folder, **kwargs)
 
-    monkeypatch.setattr("vlmrm.training.saving.write_complete", look)
+    monkeypatch.setattr("vlmrm.training.folder.write_complete", look)
     train_here(data, max_steps=6, save_steps=2, save_total_limit=1)
     assert others_then["checkpoint-4"] == {"checkpoint-2"}
     assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-6"}

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers import Qwen2_5_VLConfig
 
-from vlmrm.modeling.aligned import AlignedLinear, align, aligned_linear
 from vlmrm.modeling.reward_model import reward_model_class
+from vlmrm.modeling.vision import AlignedLinear, align, aligned_linear
 
 PUBLISHED = Path(__file__).with_name("published")
 
@@ -35,7 +35,7 @@ def test_it_pads_where_a_gpu_computes_in_half_precision_alone(monkeypatch):
     layer, called = nn.Linear(8, 12), []
     align([layer])
     assert type(layer) is AlignedLinear and set(layer.state_dict()) == {"weight", "bias"}
-    monkeypatch.setattr("vlmrm.modeling.aligned.aligned_linear", lambda states, *_: called.append(states.dtype))
+    monkeypatch.setattr("vlmrm.modeling.vision.aligned_linear", lambda states, *_: called.append(states.dtype))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta))
     layer(torch.ones(1, 8))
     layer.to("meta")(torch.ones(1, 8, device="meta"))

@@ -20,7 +20,6 @@ from vlmrm.batching.shared import _keep as kept_of
 from vlmrm.batching.tree import Tree, grow_after
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import kernels
-from vlmrm.modeling import varlen as varlen_kernels
 from vlmrm.modeling.attention import shared_prefix
 from vlmrm.modeling.kernels import explicit, flex, per_segment, varlen
 from vlmrm.modeling.masks import MaskRule, mask_rule
@@ -94,7 +93,7 @@ def test_every_kernel_attends_to_what_is_held_as_to_the_row(name, prompts, answe
     assert row.layout.before == sum(1 + len(prompt) for prompt in prompts[::2])
     expected = row.expected(name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(varlen_kernels, "varlen_attn", bottom_right)
+        patch.setattr(kernels, "varlen_attn", bottom_right)
         outputs = {
             "sdpa": per_segment(*row.states, row.layout, 0.3, 0.0, row.rule(name)),
             "explicit": explicit(*row.states, row.layout, row.rule(name), 0.3, 0.0, None, None),

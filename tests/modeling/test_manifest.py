@@ -132,7 +132,7 @@ def test_a_model_that_one_may_not_read_says_how_to_log_in(error, said, monkeypat
         raise error("401 Client Error.", response=SimpleNamespace(headers={}, request=None))
 
     monkeypatch.setattr(manifest, "hub_answers", lambda: True)
-    monkeypatch.setattr(manifest, "hf_hub_download", refuse)
+    monkeypatch.setattr(manifest, "snapshot_download", refuse)
     with pytest.raises(CheckpointError, match=f"google/gemma-9 .*{said}.*log in with `hf auth login`"):
         find_file("google/gemma-9", "config.json")
 

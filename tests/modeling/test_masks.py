@@ -38,7 +38,6 @@ from vlmrm.batching.shared import PackedLayout
 from vlmrm.batching.tree import grow
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import kernels, masks
-from vlmrm.modeling import varlen as varlen_kernels
 from vlmrm.modeling.attention import SHARED_PREFIX, shared_prefix
 from vlmrm.modeling.kernels import block_mask, dense, flex, kernel_for, varlen
 from vlmrm.modeling.masks import mask_rule
@@ -350,7 +349,7 @@ def bottom_right_of_2_11(query, key, value, cu_queries, cu_keys, max_queries, ma
 @pytest.mark.parametrize("kernel", [bottom_right, bottom_right_of_2_11])
 @pytest.mark.parametrize("name", ["causal", "window"])
 def test_the_arguments_of_the_variable_length_kernel_say_what_the_mask_says(name, kernel, monkeypatch):
-    monkeypatch.setattr(varlen_kernels, "varlen_attn", kernel)
+    monkeypatch.setattr(kernels, "varlen_attn", kernel)
     row = Row(BRANCHES, seed=0)
     output = varlen(*row.states, row.layout, 0.3, row.rule(name))
     torch.testing.assert_close(output, row.expected(name, gemma2_attention), rtol=1e-12, atol=1e-12)

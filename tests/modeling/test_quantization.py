@@ -1,4 +1,4 @@
-"""QLoRA holds the language model in 4 bits and no other part, says so, and trains as the rounded weights would."""
+"""QLoRA holds the language model in 4 bits and no other part, and trains as the rounded weights would."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlmrm.modeling import (
     quantization_config,
     reward_model_class,
 )
-from vlmrm.modeling.quantization import describe, keep_trainable, layers_to_quantize, quantized_layers
+from vlmrm.modeling.quantization import keep_trainable, layers_to_quantize
 
 QLORA = ModelArguments(use_peft=True, lora_r=4, load_in_4bit=True, lora_vit=True)
 WITHOUT = importlib.util.find_spec("bitsandbytes") is None
@@ -32,7 +32,7 @@ def test_4_bits_ask_for_bitsandbytes():
         quantization_config(QLORA)
 
 
-def test_the_layers_of_a_3b_model_are_counted_in_words():
+def test_the_layers_of_a_3b_model_are_counted():
     config = Qwen2_5_VLConfig(
         text_config={"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
                      "num_attention_heads": 16, "num_key_value_heads": 2},
@@ -41,9 +41,7 @@ def test_the_layers_of_a_3b_model_are_counted_in_words():
     with torch.device("meta"):
         model = reward_model_class(config)(config)
     layers = layers_to_quantize(model)
-    assert describe(model, layers, torch.bfloat16) == (
-        "252 linear layers of the language model; vision tower and merger in bfloat16, head in float32"
-    )
+    assert len(layers) == 252
     # All the weights of the language model's layers but its norms and biases.
     held = sum(model.get_submodule(name).weight.numel() for name in layers)
     assert held == 36 * (2048 * (2 * 2048 + 2 * 256) + 3 * 2048 * 11008)
@@ -57,7 +55,9 @@ def test_a_training_is_that_of_the_rounded_weights(tiny_checkpoint):
         tiny_checkpoint, quantization_config=quantization_config(QLORA, torch.float32), dtype="float32"
     )
     keep_trainable(quantized)
-    layers = quantized_layers(quantized)
+    layers = [
+        name for name, layer in quantized.named_modules() if hasattr(getattr(layer, "weight", None), "quant_state")
+    ]
     rounded = load_for_training(tiny_checkpoint, dtype="float32")
     assert layers == layers_to_quantize(rounded)
     with torch.no_grad():

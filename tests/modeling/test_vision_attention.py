@@ -19,10 +19,18 @@ from benchmarks.shapes import Pair, training
 from vlmrm.batching import to_device
 from vlmrm.batching.media import DistinctMedia, Grid
 from vlmrm.errors import ConfigError
-from vlmrm.modeling import RewardModel, families, reward_model_class, varlen, vision_attention
+from vlmrm.modeling import RewardModel, families, kernels, reward_model_class, vision
 from vlmrm.modeling.attention import share
-from vlmrm.modeling.vision_attention import SEGMENTS, Segments, by_segments, per_length, segments_of
-from vlmrm.modeling.vision_layout import positions, tower_keywords, windows
+from vlmrm.modeling.vision import (
+    SEGMENTS,
+    Segments,
+    by_segments,
+    per_length,
+    positions,
+    segments_of,
+    tower_keywords,
+    windows,
+)
 
 SCORES, GRADIENTS = 1e-10, 1e-8
 FLOAT32_SOFTMAX = 1e-5  # of the library's eager attention, whatever the type of its inputs
@@ -129,20 +137,20 @@ def through_varlen(query, key, value, segments, scaling, dropout):
     states = [s[0].transpose(0, 1) for s in (query, key, value)]
     lengths = (segments.cumulative(CPU), segments.longest)
     cumulative, longest = lengths
-    return varlen.attend_varlen(
-        varlen.TORCH, *states, cumulative, cumulative, longest, longest, scaling=scaling, causal=False
+    return kernels.attend_varlen(
+        kernels.TORCH, *states, cumulative, cumulative, longest, longest, scaling=scaling, causal=False
     )[None]
 
 
 @pytest.fixture(params=["padded", "by length", "varlen"])
 def backend(request, monkeypatch) -> str:
     if request.param == "by length":
-        monkeypatch.setattr(vision_attention, "SHORT", 0)
+        monkeypatch.setattr(vision, "SHORT", 0)
     if request.param == "padded":
-        monkeypatch.setattr(vision_attention, "SHORT", 10**6)
+        monkeypatch.setattr(vision, "SHORT", 10**6)
     if request.param == "varlen":
-        monkeypatch.setattr(varlen, "varlen_attn", stub)
-        monkeypatch.setattr(vision_attention, "per_length", through_varlen)
+        monkeypatch.setattr(kernels, "varlen_attn", stub)
+        monkeypatch.setattr(vision, "per_length", through_varlen)
     return request.param
 
 
@@ -155,7 +163,7 @@ def calls(monkeypatch) -> list[tuple[int, ...]]:
         shapes.append(tuple(query.shape))
         return scaled_dot_product_attention(query, *args, **keywords)
 
-    monkeypatch.setattr(vision_attention, "scaled_dot_product_attention", counted)
+    monkeypatch.setattr(vision, "scaled_dot_product_attention", counted)
     return shapes
 
 
@@ -167,7 +175,7 @@ def expected_of(name: str, attention: str, kind: str = "image") -> Result:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_features_and_gradients_are_the_librarys(name, backend):
     model = model_of(name)
-    assert model.vision_modules()[0].config._attn_implementation == SEGMENTS[varlen.TORCH]  # type: ignore
+    assert model.vision_modules()[0].config._attn_implementation == SEGMENTS[kernels.TORCH]  # type: ignore
     scores, slopes = error(ours(model), expected_of(name, "sdpa"))
     assert scores <= SCORES and slopes <= GRADIENTS
     assert max(error(ours(model), expected_of(name, "eager"))) <= FLOAT32_SOFTMAX
@@ -282,7 +290,7 @@ def test_lengths_that_a_tower_counts_on_the_host_come_to_the_device(monkeypatch)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta))
     called: list[Any] = []
     monkeypatch.setattr(
-        vision_attention, "attend_varlen", lambda flash, query, *others, **keywords: called.append(others) or query
+        vision, "attend_varlen", lambda flash, query, *others, **keywords: called.append(others) or query
     )
     states = [torch.empty(1, 2, 7, 8, dtype=torch.bfloat16, device="meta") for _ in range(3)]
     lengths = Segments([3, 4]).cumulative(CPU)
@@ -304,7 +312,7 @@ def test_nothing_that_changes_attention_is_dropped():
     torch.testing.assert_close(plain, scaled_dot_product_attention(*states).transpose(1, 2))
 
 
-@pytest.mark.parametrize("kernel", varlen.FLASH)
+@pytest.mark.parametrize("kernel", kernels.FLASH)
 def test_flash_attention_is_called_where_a_configuration_names_it(kernel, monkeypatch):
     """The module itself is not here: a stand-in checks what it is called with."""
 
@@ -316,11 +324,11 @@ def test_flash_attention_is_called_where_a_configuration_names_it(kernel, monkey
             return (output, None) if kernel == "flash_attention_3" else output
 
     made: list[Any] = []
-    monkeypatch.setattr(varlen, "import_module", {varlen.FLASH[kernel]: Module}.__getitem__)
+    monkeypatch.setattr(kernels, "import_module", {kernels.FLASH[kernel]: Module}.__getitem__)
     query, key, value = (torch.randn(7, 2, 8) for _ in range(3))
     segments = Segments([3, 4])
     lengths = (segments.cumulative(CPU),) * 2
-    output = varlen.attend_varlen(kernel, query, key, value, *lengths, 4, 4, scaling=0.3, causal=False)
+    output = kernels.attend_varlen(kernel, query, key, value, *lengths, 4, 4, scaling=0.3, causal=False)
     rows = [states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)]
     torch.testing.assert_close(output[None], per_length(*rows, segments, 0.3, 0.0))
     assert made == [(kernel, False, (-1, -1))]
@@ -328,10 +336,10 @@ def test_flash_attention_is_called_where_a_configuration_names_it(kernel, monkey
     config = replace_attention(Qwen2_5_VLConfig(text_config=TEXT, vision_config=VISION | {"hidden_size": 32}), kernel)
     tower = nn.Identity()
     tower.config = config.vision_config  # type: ignore
-    monkeypatch.setattr(vision_attention, "takes_segments", lambda tower: True)
+    monkeypatch.setattr(vision, "takes_segments", lambda tower: True)
     backbone: Any = nn.Identity()
     backbone.config = config
-    vision_attention.attend_by_segments(backbone, [tower])
+    vision.attend_by_segments(backbone, [tower])
     assert config.vision_config._attn_implementation == SEGMENTS[kernel] and config._attn_implementation == kernel
 
 

@@ -18,12 +18,11 @@ from torch.nn.functional import logsigmoid
 from vlmrm import cli
 from vlmrm.errors import CheckpointError, ConfigError, RowError
 from vlmrm.export import export
-from vlmrm.modeling import load_checkpoint, load_for_training, manifest, published_source
+from vlmrm.modeling import load_checkpoint, load_for_training, manifest, published_weights
 from vlmrm.modeling.published_import import import_reward
-from vlmrm.modeling.published_layouts import LAYOUTS
-from vlmrm.modeling.published_source import StoredWeights, read_adapter, weight_files
-from vlmrm.modeling.published_template import TurnTemplate, question_template
-from vlmrm.training.main import train
+from vlmrm.modeling.published_layouts import LAYOUTS, TurnTemplate, question_template
+from vlmrm.modeling.published_weights import StoredWeights, read_adapter, weight_files
+from vlmrm.training import train
 
 from . import __main__ as table
 from .cases import CASES, SCORE, VALUE, Case, picture, talk, tiny
@@ -309,18 +308,19 @@ def test_of_a_repository_only_what_is_read_is_fetched(tmp_path, monkeypatch, ada
     listed = ["config.json", "adapter_model.bin", "model.safetensors", "original/consolidated.00.pth"]
     listed += ["optimizer.pt", "pytorch_model.bin", "value_head.bin", "vocab.txt"]
     fetched = []
-    for module in (published_source, manifest):
+    for module in (published_weights, manifest):
         monkeypatch.setattr(module, "hub_answers", lambda: True)
-    monkeypatch.setattr(published_source, "is_adapter", lambda *_: adapter)
-    monkeypatch.setattr(published_source, "read_json_of", lambda *_: None)
-    monkeypatch.setattr(published_source, "file_names", lambda *_: listed)
+    monkeypatch.setattr(published_weights, "is_adapter", lambda *_: adapter)
+    monkeypatch.setattr(manifest, "read_json_of", lambda *_: None)
+    for module in (published_weights, manifest):
+        monkeypatch.setattr(module, "file_names", lambda *_: listed)
 
     def fetch(source: str, *, revision: str | None, local_files_only: bool, ignore_patterns: list[str]) -> Path:
         fetched.extend(name for name in listed if name not in ignore_patterns)
         return tmp_path
 
     monkeypatch.setattr(manifest, "snapshot_download", fetch)
-    assert published_source.local_copy("org/name") == tmp_path
+    assert published_weights.local_copy("org/name") == tmp_path
     weights = ["adapter_model.bin"] if adapter else ["model.safetensors"]
     assert fetched == ["config.json", *weights, "value_head.bin", "vocab.txt"]
 

@@ -23,9 +23,9 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-from vlmrm.training import main
+from vlmrm.training import main, train
 from vlmrm.training.checks import CHECKS, check_engine
-from vlmrm.training.sharding import describe, reduce_all
+from vlmrm.training.engines import describe, reduce_all
 from vlmrm.training.trainer import ComparisonTrainer
 
 
@@ -100,5 +100,5 @@ def run(rank: int, port: int, folder: Path, families: Sequence[str], runs: Seque
         Trainer.create_accelerator_and_postprocess = shard(Trainer.create_accelerator_and_postprocess)
         ComparisonTrainer._prepare_for_training = watched(ComparisonTrainer._prepare_for_training)
         for words in runs:
-            main.train(words)
+            train(words)
         distributed.destroy_process_group()

@@ -21,9 +21,8 @@ from vlmrm.config import parse
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import load_for_training
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.engines import ENGINES, check_combination, engine_environment
+from vlmrm.training.engines import ENGINES, check_combination, describe, engine_environment
 from vlmrm.training.optimizer import check_optimizer
-from vlmrm.training.sharding import describe
 from vlmrm.training.trainer import ComparisonTrainer
 
 
@@ -51,7 +50,6 @@ REFUSED_KEYS = [
     ("offloading", {"activation_offloading": True}, "activation_offloading moves activations to the CPU"),
     ("offload", {"activation_checkpointing_kwargs": {"offload": True}}, "offload moves activations to the CPU"),
     ("typo", {"activation_checkpointing_kwargs": {"every_n_layer": 2}}, "did you mean every_n_layers"),
-    ("no layer", {"activation_checkpointing_kwargs": {"every_n_layers": 0}}, "every_n_layers is 0"),
     (
         "Ulysses",
         {"deepspeed": zero1(sequence_parallel_size=2)},
@@ -241,7 +239,6 @@ def matrix() -> dict[tuple[str, str], str]:
 
 def test_the_matrix_of_engines_is_what_the_checks_refuse(monkeypatch):
     """On a machine with GPUs and every library: what is refused here is refused there."""
-    monkeypatch.setattr("vlmrm.training.optimizer.find_spec", lambda name: object())
     monkeypatch.setattr("transformers.Trainer.get_optimizer_cls_and_kwargs", lambda args: None)
     cells = matrix()
     assert {part for part, _ in cells} == PARTS.keys()
@@ -259,7 +256,7 @@ def test_the_matrix_of_engines_is_what_the_checks_refuse(monkeypatch):
         refused = False
         try:
             check_combination(args, args)
-            list(check_optimizer(args, ()))
+            check_optimizer(args, ())
         except ConfigError:
             refused = True
         assert refused == (cell == "refused"), (part, engine)

@@ -19,9 +19,9 @@ from vlmrm import logs
 from vlmrm.batching.collator import plain_worker_errors
 from vlmrm.errors import TrainingError, VlmrmError
 from vlmrm.training.checks import RunArguments
+from vlmrm.training.folder import plain_rank_errors
 from vlmrm.training.main import end_with_launcher, is_out_of_memory
 from vlmrm.training.plan import launch
-from vlmrm.training.resume import plain_rank_errors
 
 GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:17626. GLHF!"
 
@@ -86,12 +86,6 @@ class Full:
 
     def close(self) -> None:
         pass
-
-
-def test_closed_streams_are_opened(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", None)
-    logs.open_streams()
-    sys.stderr.write("into nothing\n")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process of its parent's death")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from runs import colour_pairs
 from vlmrm import logs
 from vlmrm.errors import ConfigError, Interrupted
 from vlmrm.logs import Pace, progress
-from vlmrm.training.progress import ChanceCallback
 
 
 @pytest.fixture
@@ -81,7 +79,7 @@ def test_ctrl_c_names_the_newest_checkpoint_and_how_to_go_on(save_steps, train_h
         if state.global_step == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("vlmrm.training.callbacks.EpochCallback.on_step_begin", press)
+    monkeypatch.setattr("vlmrm.training.trainer.BetweenSteps.on_step_begin", press)
     with pytest.raises(Interrupted) as stopped:
         train_here(data, max_steps=4, save_steps=save_steps)
     assert isinstance(stopped.value, KeyboardInterrupt) and stopped.value.exit_code == 130
@@ -91,47 +89,6 @@ def test_ctrl_c_names_the_newest_checkpoint_and_how_to_go_on(save_steps, train_h
     else:
         continued = f"continue from {tmp_path / 'out/checkpoint-2'} with --resume_from_checkpoint auto."
         assert str(stopped.value) == f"interrupted after step 3: {continued}"
-
-
-def chance(lines, evaluations=(), warmup=0) -> ChanceCallback:
-    """The callback after lines of (right, pairs) and evaluations of (accuracy, pairs), one each a step."""
-    callback = ChanceCallback()
-    args = SimpleNamespace(get_warmup_steps=lambda steps: warmup, learning_rate=1e-5)
-    for step, line in enumerate(lines):
-        callback.add(*line)
-        if step < len(evaluations):
-            accuracy, pairs = evaluations[step]
-            callback.on_log(
-                args,
-                SimpleNamespace(global_step=step, max_steps=99),
-                None,
-                {"eval_accuracy": accuracy, "eval_pairs": pairs},
-            )
-        callback.on_log(args, SimpleNamespace(global_step=step, max_steps=99), None, {"loss": 0.69})
-    return callback
-
-
-@pytest.mark.parametrize(
-    ("lines", "evaluations", "warmup", "times"),
-    [
-        ([(50, 100)] * 8, (), 0, 1),
-        ([(50, 100)] * 8, (), 9, 0),  # still warming up
-        ([(50, 100)] * 2, (), 0, 0),  # too few pairs
-        ([(70, 100)] * 8, (), 0, 0),
-        ([(0, 0)] * 8, (), 0, 0),  # ties only
-        ([(30, 100)] * 8, (), 0, 0),  # below chance is no chance
-        ([(50, 100)] * 8, [(0.5, 100)] * 8, 0, 1),
-        ([(50, 100)] * 8, [(0.7, 100)] * 8, 0, 0),
-        ([(50, 100)] * 8, [(0.5, 100), (0.52, 100)], 0, 0),
-        ([(50, 100)] * 3 + [(90, 100)] * 5, [(0.5, 100), (0.52, 100)], 0, 0),
-    ],
-)
-def test_chance_is_said_once_and_not_while_evaluations_improve(lines, evaluations, warmup, times, caplog):
-    with caplog.at_level(logging.WARNING, logger="vlmrm"):
-        chance(lines, evaluations, warmup)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == times
-    assert all("Accuracy is at chance after step" in text and "learning_rate (1e-05)" in text for text in said)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from runs import colour_pairs, text_pairs, words, write_rows
 from vlmrm import cli
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, DataError
+from vlmrm.training import train
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.checks import RunArguments
-from vlmrm.training.main import train
 from vlmrm.training.recipe import DataFacts, Machine, choose_method, configuration, default_model, facts_of_data
 
 DATA = DataFacts(("pairs.jsonl",), rows=20_000, images=True, held_out=0.05)
@@ -101,8 +101,6 @@ def test_the_facts_of_data_are_read_from_a_sample(tmp_path):
     facts = facts_of([colour_pairs(tmp_path / "data", 60)])
     assert (facts.rows, facts.held_out, facts.bad_share) == (60, 0.2, 0.0)
     assert facts.images
-    margins = write_rows(tmp_path / "m.jsonl", [{"chosen": "a", "rejected": "b", "margin": m} for m in (1, 2.5)])
-    assert facts_of([margins]).margins.startswith("2 margins from 1 to 2.5, median 1.75")
     two = facts_of([text_pairs(tmp_path / "two", 2)])
     assert two.held_out == 0.0 and not two.images
     broken = write_rows(tmp_path / "broken.jsonl", [{"prompt": "?", "chosen": "a", "rejected": "a"}] * 3)

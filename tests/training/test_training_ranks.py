@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from vlmrm.errors import DataError
-from vlmrm.training.resume import from_first_rank
+from vlmrm.training.folder import from_first_rank
 
 TWO_RANKS = """
 import sys
 from torch import distributed
 from vlmrm.errors import DataError
-from vlmrm.training.resume import from_first_rank
+from vlmrm.training.folder import from_first_rank
 
 distributed.init_process_group("gloo")
 rank = distributed.get_rank()

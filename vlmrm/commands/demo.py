@@ -24,7 +24,7 @@ from vlmrm.files import make_folder, write_json
 from vlmrm.logs import say
 from vlmrm.modeling import make_tiny
 from vlmrm.scoring import load_scorer
-from vlmrm.training.main import train
+from vlmrm.training import train
 
 CONFIGS = Path(__file__).parents[1] / "demo_configs"
 MARKER = ".vlmrm_demo"  # marks a folder of the demo, which a new demo may replace

@@ -26,11 +26,11 @@ Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
 @needs("train", "evaluating")
 def evaluate(*words: Words) -> None:
     """Evaluate checkpoints of trainings, or any other scorer, on any number of data sets: CONFIG.yaml [--key ...]."""
-    if answered("eval", "Evaluate checkpoints of trainings, or any other scorer.", words):
+    if (keys := answered("eval", "Evaluate checkpoints of trainings, or any other scorer.", words)) is None:
         return
     from vlmrm.evaluation.sweep import sweep
 
-    result = sweep(words)
+    result = sweep(keys)
     if result.sets:
         folder = result.csv.with_suffix("")
         models, sets = counted(len(result.rows), "checkpoint"), counted(len(result.sets), "data set")

@@ -34,8 +34,6 @@ def init_command(data: DataArguments, model: str | None, output: Path) -> None:
     say(f"wrote {output}, for {machine}: {method}, as {method.why}")
     if facts.bad_share:
         say(f"{facts.bad_share:.1%} of a sample cannot be read ({facts.reason}): such rows are skipped")
-    if facts.margins:
-        say(f"of a sample {facts.margins}: --columns ignore=margin leaves them out")
     if facts.held_out and facts.held_out_prompts < PROMPTS:
         say(
             f"eval_fraction {facts.held_out} holds out {counted(facts.held_out_prompts, 'prompt')}, too few to tell a "

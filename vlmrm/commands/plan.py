@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from vlmrm.config import Configuration
 from vlmrm.files import size_text
 from vlmrm.logs import counted, duration, quiet_libraries, say
 from vlmrm.training.memory import Memory
 from vlmrm.training.plan import Timing, TrainingPlan, plan_training, token_figures
 from vlmrm.training.survey import Survey
 
-JSON = "--json"
 WIDTH = 12  # of the names at the left
 
 
-def plan_command(words: Sequence[str]) -> int:
+def plan_command(config: Configuration, as_json: bool) -> int:
     """Print the plan of a configuration; return the exit status, 0 if the training would start, else 2."""
     quiet_libraries()
-    plan = plan_training([word for word in words if word != JSON])
-    say(json.dumps(plan.as_dict(), indent=2) if JSON in words else format_plan(plan))
+    plan = plan_training(config)
+    say(json.dumps(plan.as_dict(), indent=2) if as_json else format_plan(plan))
     return 2 if plan.errors else 0
 
 

@@ -20,7 +20,7 @@ from vlmrm.errors import DataError, RowError
 from vlmrm.files import visible_files
 from vlmrm.formats import LAYOUTS, detect_layout
 from vlmrm.formats.layout import Layout
-from vlmrm.http import hub_answers
+from vlmrm.libraries import hub_answers
 from vlmrm.settings import nearest_file
 
 if TYPE_CHECKING:

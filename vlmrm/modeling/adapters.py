@@ -127,10 +127,7 @@ def _language_model_targets(arguments: ModelArguments, model: RewardModel) -> tu
         )
     parameters = experts if arguments.lora_experts else []
     parameters += [weight for router, weights in routers.items() if _last(router) in named for weight in weights]
-    return (
-        [f"{path}.{name}" for name in linear if _last(name) in named],
-        [f"{path}.{name}" for name in parameters],
-    )
+    return ([f"{path}.{name}" for name in linear if _last(name) in named], [f"{path}.{name}" for name in parameters])
 
 
 def _last(path: str) -> str:

@@ -2,61 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import parse_dtype
+from vlmrm.settings import key
 
 
 @dataclass
 class ComputeArguments:
     """Keys that change how scores are computed, in training and evaluation, but not their values."""
 
-    attn_implementation: str = field(
-        default="auto",
-        metadata={
-            "help": "`flash_attention_3`, `flash_attention_2`, `sdpa` (PyTorch's own), or `auto`, the best that is "
-            "installed. One that is not here is replaced by the next, which the log says.",
-            "choices": ["auto", "flash_attention_3", "flash_attention_2", "sdpa"],
-        },
+    attn_implementation: str = key(
+        "auto",
+        "`flash_attention_3`, `flash_attention_2`, `sdpa` (PyTorch's own), or `auto`, the best that is installed. One"
+        " that is not here is replaced by the next, which the log says.",
+        ["auto", "flash_attention_3", "flash_attention_2", "sdpa"],
     )
-    batching: str = field(
-        default="shared",
-        metadata={
-            "help": "`shared`: prompts and images that conversations have in common are computed once. `reference`: "
-            "each conversation padded and computed whole; the scores are the same.",
-            "choices": ["shared", "reference"],
-        },
+    batching: str = key(
+        "shared",
+        "`shared`: prompts and images that conversations have in common are computed once. `reference`: each "
+        "conversation padded and computed whole; the scores are the same.",
+        ["shared", "reference"],
     )
-    max_tokens_per_batch: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most text tokens and image patches computed at once; a larger batch, or comparison, goes through "
-            "in parts with the same result, and only a single conversation may be larger. Default: no limit."
-        },
+    max_tokens_per_batch: int | None = key(
+        None,
+        "Most text tokens and image patches computed at once; a larger batch, or comparison, goes through in parts "
+        "with the same result, and only a single conversation may be larger. Default: no limit.",
     )
-    vision_cache_dir: str | None = field(
-        default=None,
-        metadata={
-            "help": "Folder of a cache of images as a vision tower and merger that are not trained see them: runs, "
-            "sweeps and scorers may share it."
-        },
+    vision_cache_dir: str | None = key(
+        None,
+        "Folder of a cache of images as a vision tower and merger that are not trained see them: runs, sweeps and "
+        "scorers may share it.",
     )
-    vision_cache_gb: float = field(
-        default=50.0,
-        metadata={"help": "Size of `vision_cache_dir` in gigabytes; images used longest ago go first."},
+    vision_cache_gb: float = key(50.0, "Size of `vision_cache_dir` in gigabytes; images used longest ago go first.")
+    check_sight: bool = key(
+        True,
+        "Before anything is trained or scored, the model proves that it sees: two images must give it different "
+        "hidden states, and a pair in a shared batch those of the padded one.",
     )
-    check_sight: bool = field(
-        default=True,
-        metadata={
-            "help": "Before anything is trained or scored, the model proves that it sees: two images must give it "
-            "different hidden states, and a pair in a shared batch those of the padded one."
-        },
-    )
-    check_files: bool = field(
-        default=True,
-        metadata={"help": "Hash every byte of a checkpoint against its COMPLETE.json before it is opened."},
-    )
+    check_files: bool = key(True, "Hash every byte of a checkpoint against its COMPLETE.json before it is opened.")
 
     def __post_init__(self):
         if self.max_tokens_per_batch is not None and self.max_tokens_per_batch < 1:
@@ -67,64 +52,41 @@ class ComputeArguments:
 class ModelArguments(ComputeArguments):
     """Keys of the model to train."""
 
-    model_name_or_path: str = field(
-        default="", metadata={"help": "Checkpoint to start from: a hub id or folder of Qwen2.5-VL, MiMo-VL, ..."}
+    model_name_or_path: str = key("", "Checkpoint to start from: a hub id or folder of Qwen2.5-VL, MiMo-VL, ...")
+    model_revision: str | None = key(None, "Branch, tag or commit of a hub checkpoint.")
+    dtype: str = key(
+        "auto",
+        "Type of the weights: bfloat16, float16 or float32 (bf16, fp16, fp32). `auto`: float32 where they are trained"
+        " under mixed precision, a half one where DeepSpeed keeps float32 copies or only an adapter is trained.",
     )
-    model_revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a hub checkpoint."})
-    dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "Type of the weights: bfloat16, float16 or float32 (bf16, fp16, fp32). `auto`: float32 where they "
-            "are trained under mixed precision, a half one where DeepSpeed keeps float32 copies or only an adapter is "
-            "trained.",
-        },
+    head: str | None = key(
+        None,
+        "`linear`, or `mlp`: one hidden layer with SiLU before it. Default: a reward model's own, and `linear` for a "
+        "new one.",
+        ["linear", "mlp"],
     )
-    head: str | None = field(
-        default=None,
-        metadata={
-            "help": "`linear`, or `mlp`: one hidden layer with SiLU before it. Default: a reward model's own, and "
-            "`linear` for a new one.",
-            "choices": ["linear", "mlp"],
-        },
+    freeze_vit: bool = key(False, "Do not train the vision tower, nor, unless `freeze_merger: false`, its merger.")
+    freeze_merger: bool | None = key(
+        None,
+        "Do not train the merger (projector). Default: as `freeze_vit`. Under `use_peft`, `false` trains it in full "
+        "beside the adapters.",
     )
-    freeze_vit: bool = field(
-        default=False,
-        metadata={"help": "Do not train the vision tower, nor, unless `freeze_merger: false`, its merger."},
+    freeze_llm: bool = key(False, "Do not train the language model.")
+    use_peft: bool = key(
+        False, "Train LoRA adapters, of the language model alone by default, and the head instead of all."
     )
-    freeze_merger: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Do not train the merger (projector). Default: as `freeze_vit`. Under `use_peft`, `false` trains "
-            "it in full beside the adapters."
-        },
+    lora_r: int = key(16, "Rank of the LoRA matrices.")
+    lora_alpha: int = key(32, "Scale of the LoRA matrices.")
+    lora_dropout: float = key(0.0, "Dropout before the LoRA matrices.")
+    lora_target_modules: list[str] | None = key(
+        None, "Names of linear layers, or routers, of the language model to adapt. Default: all linear layers."
     )
-    freeze_llm: bool = field(default=False, metadata={"help": "Do not train the language model."})
-    use_peft: bool = field(
-        default=False,
-        metadata={"help": "Train LoRA adapters, of the language model alone by default, and the head instead of all."},
+    lora_vit: bool = key(False, "Adapt the linear layers of the vision tower too; its weights stay frozen.")
+    lora_merger: bool = key(
+        False, "Adapt the linear layers of the merger too. `freeze_merger: false` trains it in full instead."
     )
-    lora_r: int = field(default=16, metadata={"help": "Rank of the LoRA matrices."})
-    lora_alpha: int = field(default=32, metadata={"help": "Scale of the LoRA matrices."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the LoRA matrices."})
-    lora_target_modules: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Names of linear layers, or routers, of the language model to adapt. Default: all linear layers."
-        },
-    )
-    lora_vit: bool = field(
-        default=False, metadata={"help": "Adapt the linear layers of the vision tower too; its weights stay frozen."}
-    )
-    lora_merger: bool = field(
-        default=False,
-        metadata={
-            "help": "Adapt the linear layers of the merger too. `freeze_merger: false` trains it in full instead."
-        },
-    )
-    lora_experts: bool = field(
-        default=False, metadata={"help": "Adapt the experts of a mixture of experts too, which are no linear layers."}
-    )
-    load_in_4bit: bool = field(default=False, metadata={"help": "QLoRA: hold the frozen weights in 4 bits."})
+    lora_experts: bool = key(False, "Adapt the experts of a mixture of experts too, which are no linear layers.")
+    load_in_4bit: bool = key(False, "QLoRA: hold the frozen weights in 4 bits.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -147,9 +109,9 @@ class ModelArguments(ComputeArguments):
             ("lora_target_modules", "freeze_llm: true"): self.lora_target_modules and self.freeze_llm,
             ("lora_experts", "freeze_llm: true"): self.lora_experts and self.freeze_llm,
         }
-        for (key, frozen), clash in clashes.items():
+        for (name, frozen), clash in clashes.items():
             if clash:
-                raise ConfigError(f"{key} contradicts {frozen}: remove one of the two.")
+                raise ConfigError(f"{name} contradicts {frozen}: remove one of the two.")
         if self.load_in_4bit and not self.use_peft:
             raise ConfigError("load_in_4bit trains nothing by itself: set use_peft: true as well.")
         if self.lora_r < 1 or self.lora_alpha < 1:

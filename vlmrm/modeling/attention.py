@@ -26,11 +26,9 @@ from vlmrm.batching.shared import PackedLayout, RotaryPositions, on_device
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import install_command, relies_on
 from vlmrm.modeling.families import BY_INDEX
-from vlmrm.modeling.kernels import along, attend
+from vlmrm.modeling.kernels import FLASH, TORCH, along, attend, check_kernel
 from vlmrm.modeling.masks import REFERENCE, MaskRule, mask_rule
 from vlmrm.modeling.reward_model import RewardModel
-from vlmrm.modeling.state import fork_states, unknown_state_layers
-from vlmrm.modeling.varlen import FLASH, TORCH, check_kernel
 
 logger = logging.getLogger("vlmrm")
 
@@ -130,6 +128,8 @@ def padded_batcher(model: RewardModel, processor: Any) -> PaddedBatcher:
 
 def share(model: RewardModel) -> SharedBatcher:
     """Prepare a model for shared batches, and return their batcher. Calling it again does nothing more."""
+    from vlmrm.modeling.state import fork_states
+
     check_kernel()
     if (attention := attention_of(model)) not in SHARED.values():
         use_attention(model, SHARED.get(attention, SHARED_PREFIX))
@@ -149,6 +149,8 @@ def not_shared(model: RewardModel) -> str | None:
         return "its backbone does not take features of images and positions apart"
     if any(type(module).__name__.endswith("Indexer") for module in model.language_model.modules()):
         return BY_INDEX
+    from vlmrm.modeling.state import unknown_state_layers
+
     if layers := unknown_state_layers(model):
         return f"its layers {', '.join(layers)} carry a state that cannot be forked here"
     return None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError  # a configuration that contradicts itself
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import MODEL_MAPPING, AutoConfig, AutoProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -27,20 +27,23 @@ from vlmrm.libraries import relies_on
 from vlmrm.modeling.attention import resolve_attention
 from vlmrm.modeling.head import HEADS, head_name
 from vlmrm.modeling.manifest import (
+    ADAPTER_CONFIG,
+    ADAPTERS,
     BEST,
     FINAL,
+    HEAD_WEIGHTS,
     WEIGHTS,
     file_names,
     find_checkpoints,
     find_file,
+    head_files,
     is_adapter,
     read_json_of,
     read_reward_file,
     template_hash,
     verify_if_listed,
+    weight_names,
 )
-from vlmrm.modeling.published_layouts import HEAD_WEIGHTS
-from vlmrm.modeling.published_source import ADAPTERS, INDICES, head_files, weight_names
 from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
 logger = logging.getLogger("vlmrm")
@@ -65,10 +68,6 @@ def load_for_training(
     `head` is `linear`, `mlp`, or as a reward model's configuration describes it; by default a reward model's own, and
     linear for a new one. `dtype` is a torch type, its name, or `auto` for the stored one; the head is float32 in
     any case. `check_files` hashes the files that `COMPLETE.json` lists.
-
-    Raises:
-        CheckpointError: when the checkpoint cannot be read, has another head, or other weights than it should.
-        ConfigError: when there is no such `head`, or `attn_implementation` cannot run here.
     """
     if isinstance(head, str) and head not in HEADS:
         raise ConfigError(f"head is {head!r}: choose one of {', '.join(HEADS)}.")
@@ -108,14 +107,12 @@ def load_reward_model(
     config = read_config(path, None, trust_remote_code)
     if not _is_reward_model(config):
         refuse_separate_head(path)
-        if stored := _head_among_weights(path):
-            raise CheckpointError(
-                f"{path} has a trained head of another trainer's layout ({stored}): make it one of ours by "
-                f"`{import_command(path)}`."
-            )
         refuse_torch_files(path)
         architecture = next(iter(config.architectures or []), config.model_type)
-        raise CheckpointError(f"{path} is a {architecture} and has no reward head: train it first, with vlmrm train.")
+        raise CheckpointError(
+            f"{path} is a {architecture} and has no reward head of ours: train it first, with vlmrm train, or make "
+            f"another trainer's one of ours by `{import_command(path)}`."
+        )
     return _load(
         path,
         config,
@@ -188,23 +185,6 @@ def refuse_torch_files(path: str | Path, revision: str | None = None) -> None:
 def import_command(path: str | Path) -> str:
     """Return the command that makes a checkpoint of ours of another trainer's."""
     return f"vlmrm import {path} --output DIR"
-
-
-def _head_among_weights(path: str | Path) -> str | None:
-    """Return a head's weight that a checkpoint stores among the others, by its index or the header of its file."""
-    index = next(filter(None, (read_json_of(path, name) for name in INDICES)), None)
-    if index is not None:
-        names = list(index.get("weight_map", {}))
-    else:
-        file = find_file(path, "model.safetensors")
-        if file is None:
-            return None
-        try:
-            with safe_open(file, framework="pt") as stored:
-                names = list(stored.keys())
-        except (OSError, SafetensorError):
-            return None  # opening the checkpoint says what is wrong
-    return next(filter(HEAD_WEIGHTS.search, names), None)
 
 
 def _has_processor(path: str | Path, revision: str | None = None) -> bool:
@@ -289,22 +269,12 @@ def read_config(path: str | Path, revision: str | None = None, trust_remote_code
 
 def no_checkpoint(path: str | Path, reason: str) -> CheckpointError:
     """Return the error about what transformers cannot open, which may be the folder of a training."""
-    if inner := _checkpoints_below(path):
-        return CheckpointError(f"{path} holds checkpoints and is none itself: name one, such as {inner}.")
+    inside = [Path(path) / BEST, Path(path) / FINAL, *reversed(find_checkpoints(path))]
+    found = [str(it) for it in inside if any((it / name).is_file() for name in ("config.json", ADAPTER_CONFIG))]
+    if found:
+        names = " or ".join(found[:2])
+        return CheckpointError(f"{path} holds checkpoints and is none itself: name one, such as {names}.")
     return CheckpointError(f"{path} is no checkpoint that transformers can open: {reason}")
-
-
-def _checkpoints_below(path: str | Path) -> str:
-    """Return the checkpoints in the output folder of a training, the finished model first."""
-    folder = Path(path)
-    candidates = [
-        *find_checkpoints(folder, BEST),
-        *find_checkpoints(folder, FINAL),
-        *reversed(find_checkpoints(folder)),
-    ]
-    return " or ".join(
-        [str(inner) for inner in candidates if is_adapter(inner) or (inner / "config.json").is_file()][:2]
-    )
 
 
 def _is_reward_model(config: PreTrainedConfig) -> bool:

@@ -36,7 +36,7 @@ class Family:
             positions of their own.
         kinds_apart: whether a batch may have images or videos, and not both.
         host_layout: whether its tower takes what it derives from the sizes of images as keywords, by the names of
-            Qwen's towers (`vlmrm.modeling.vision_layout`).
+            Qwen's towers (`vlmrm.modeling.vision`).
         grids_on_device: whether such a tower also reads the sizes on the device of the patches.
         in_place: whether features take the places of placeholders and do nothing else, so that the language model can
             be given them there.
@@ -192,31 +192,24 @@ FAMILIES = (
     Family("ViP-LLaVA", ["vipllava"]),
 )
 # Why a family cannot be a reward model at all, by the model type.
+IMAGE_FIRST = "its processor writes one image before each text, wherever the conversation has it"
+ENCODER_DECODER = "an encoder-decoder: a prompt and its answer are not one sequence of tokens"
 REFUSED = {
+    **dict.fromkeys(("blip-2", "fuyu", "git", "instructblip", "kosmos-2", "kosmos-2.5"), IMAGE_FIRST),
+    **dict.fromkeys(("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop"), ENCODER_DECODER),
+    "vision-encoder-decoder": ENCODER_DECODER,
     "blip": "its answers come from a decoder that sees one image and no chat",
-    "blip-2": "its processor writes one image before each text, wherever the conversation has it",
     "diffusion_gemma": "it fills in blocks of masked tokens, and has no state of a finished answer",
     "emu3": "the words of an image depend on the sizes of others in its batch",
     "evolla": "it reads proteins, not images",
-    "florence2": "an encoder-decoder: a prompt and its answer are not one sequence of tokens",
-    "fuyu": "its processor writes one image before each text, wherever the conversation has it",
-    "git": "its processor writes one image before each text, wherever the conversation has it",
     "idefics": "its processor takes no text of a chat template, but lists of texts and images",
-    "instructblip": "its processor writes one image before each text, wherever the conversation has it",
     "instructblipvideo": "its processor writes one video before each text, wherever the conversation has it",
-    "kosmos-2": "its processor writes one image before each text, wherever the conversation has it",
-    "kosmos-2.5": "its processor writes one image before each text, wherever the conversation has it",
     "mistral4": "it has no vision tower; it is a language model of Mistral 3",
     "mllama": "its images stand beside the text, in cross attention for which rendering writes no masks",
     "paligemma": "its prompt sees both ways and its answer does not, and its processor takes no conversations",
     "pi0": "it answers with the movements of a robot",
-    "pix2struct": "an encoder-decoder: a prompt and its answer are not one sequence of tokens",
     "pp_chart2table": "its processor writes no places for images",
-    "pp_formulanet": "an encoder-decoder: a prompt and its answer are not one sequence of tokens",
     "shieldgemma2": "its processor asks a question of its own about each image",
-    "t5gemma2": "an encoder-decoder: a prompt and its answer are not one sequence of tokens",
-    "udop": "an encoder-decoder: a prompt and its answer are not one sequence of tokens",
-    "vision-encoder-decoder": "an encoder-decoder: a prompt and its answer are not one sequence of tokens",
 }
 BY_MODEL_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
 

@@ -27,6 +27,7 @@ from vlmrm.modeling.checkpoint import (
 )
 from vlmrm.modeling.manifest import (
     ADAPTER_CONFIG,
+    HEAD_WEIGHTS,
     WEIGHTS,
     checkpoint_digest,
     find_file,
@@ -39,7 +40,6 @@ from vlmrm.modeling.manifest import (
     weights_digest,
     write_complete,
 )
-from vlmrm.modeling.published_layouts import HEAD_WEIGHTS
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.modeling.sight import prove_sight
 
@@ -84,11 +84,6 @@ def load_checkpoint(
     `base_model_path` gives the processor to a checkpoint without one, and replaces the base that an adapter names.
     `check_sight` makes it prove that it sees and, for `batching: shared`, that such batches are exact; `check_files`
     hashes every byte that `COMPLETE.json` lists.
-
-    Raises:
-        CheckpointError: when the checkpoint is incomplete or blind, has no trained head, is of an unknown
-            architecture, or its chat template is not the one that it was trained with.
-        ConfigError: when this machine has no such device.
     """
     target = parse_device(device or None)
     options: dict[str, Any] = {
@@ -215,18 +210,14 @@ def open_adapter(
     # peft leaves weights that it misses random, and passes over those that it does not know.
     loaded = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     with safe_open(weights, framework="pt") as file:
-        same = {name for name in saved & loaded.keys() if _equal(file.get_tensor(name), loaded[name])}
+        pairs = {name: (file.get_tensor(name), loaded[name]) for name in saved & loaded.keys()}
+    same = {name for name, (a, b) in pairs.items() if a.shape == b.shape and torch.equal(a.to(b), b)}  # of any type
     if wrong := (saved | loaded.keys()) - same:
         raise CheckpointError(
             f"the adapter {path} and its configuration differ in {len(wrong)} weights ({min(wrong)}, ...): save it "
             "again."
         )
     return adapted
-
-
-def _equal(saved: torch.Tensor, loaded: torch.Tensor) -> bool:
-    """Return whether a weight was loaded, in whatever type."""
-    return saved.shape == loaded.shape and torch.equal(saved.to(loaded), loaded)
 
 
 def _check_base(path: str | Path, base: str | Path, revision: str | None, expected: str | None) -> None:
@@ -245,12 +236,7 @@ def _check_base(path: str | Path, base: str | Path, revision: str | None, expect
 
 
 def merge(adapter_folder: str | Path, output_folder: str | Path, base_model_path: str | Path | None = None) -> Path:
-    """Write the adapter merged into its base, a full reward model with the same scores; return its folder.
-
-    Raises:
-        ConfigError: when the output folder has something in it.
-        CheckpointError: when the adapter cannot be opened.
-    """
+    """Write the adapter merged into its base, a full reward model with the same scores; return its folder."""
     adapter_folder, output_folder = Path(adapter_folder), Path(output_folder)
     require_new_folder(output_folder, "the merged model")
     if not (adapter_folder / ADAPTER_CONFIG).exists():

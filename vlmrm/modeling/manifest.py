@@ -16,16 +16,14 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from functools import cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, TypedDict
 
-from huggingface_hub import constants, hf_hub_download, list_repo_files, snapshot_download
+from huggingface_hub import constants, list_repo_files, snapshot_download
 from huggingface_hub.errors import (
-    EntryNotFoundError,
     GatedRepoError,
     HFValidationError,
     HTTPError,  # of the HTTP package that this version of the hub's client is written for, and its own
-    LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
 from transformers import ProcessorMixin
@@ -33,8 +31,7 @@ from transformers import ProcessorMixin
 from vlmrm.data.arguments import INPUT_KEYS
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.files import content_digest, content_digests, fsync, write_json
-from vlmrm.http import hub_answers
-from vlmrm.libraries import installed_version
+from vlmrm.libraries import hub_answers, installed_version
 from vlmrm.settings import nearest_file
 
 logger = logging.getLogger("vlmrm")
@@ -52,6 +49,13 @@ SCORING_SUFFIXES = (WEIGHTS, ".json", ".jinja", ".txt", ".model")
 NOT_SCORING = (COMPLETE, "trainer_state.json", "training_settings.json")
 # Keys of `reward_model.json` that change no score.
 NOT_SCORING_KEYS = ("provenance", "pinned", "reward_mean", "reward_std", "reward_count", "reward_data")
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state")  # beginnings of files of no weights
+NOT_NESTED = re.compile(r"(checkpoint-[^/]*/)?[^/]+")
+# Weights of other trainers' heads (v_head.summary.bias, rm_head.0.weight, classifier.weight), and biases of `score`.
+HEAD_WEIGHTS = re.compile(r"(^|\.)((?!lm_head)\w+_heads?|score\w*|classifier|regression\w*)\.")
 LIBRARIES = ("vlmrm", "torch", "transformers", "trl", "peft", "accelerate", "deepspeed")
 
 
@@ -179,12 +183,12 @@ def _scoring_keys(path: Path) -> str | None:
 
 def find_checkpoints(output_dir: str | Path, pattern: str = "checkpoint-*") -> list[Path]:
     """Return the folders of `output_dir` that match `pattern` in natural order: checkpoint-9 before checkpoint-10."""
-    folders = [path for path in Path(output_dir).glob(pattern) if path.is_dir()]
-    return sorted(folders, key=lambda path: _natural(path.relative_to(output_dir).as_posix()))
 
+    def natural(path: Path) -> list[tuple[int, str]]:
+        parts = re.split(r"(\d+)", path.relative_to(output_dir).as_posix())
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    return sorted((path for path in Path(output_dir).glob(pattern) if path.is_dir()), key=natural)
 
 
 def delete_checkpoint(folder: Path) -> None:
@@ -231,12 +235,13 @@ def save_reward_files(
     """
     folder = Path(folder)
     processor.save_pretrained(folder)
+    architectures = (read_json_of(folder, "config.json") or {}).get("architectures")  # an adapter has no configuration
     write_json(
         folder / REWARD_FILE,
         {
             "schema_version": SCHEMA_VERSION,
             "head": head,
-            "architecture": _architecture(folder),
+            "architecture": next(iter(architectures or []), None),
             "chat_template_sha256": template_hash(processor),
             **{name: (shown or {}).get(name) for name in INPUT_KEYS},
             "reward_mean": reward_mean,
@@ -278,7 +283,8 @@ def save_normalization(folder: str | Path, *, mean: float, std: float, count: in
 
 def provenance(source: dict[str, Any]) -> dict[str, Any]:
     """Return `source` (base model, revision, data fingerprint, seed) with the current versions and git commit."""
-    return {**source, "versions": _versions(), "git_commit": _git_commit()}
+    versions = {library: version for library in LIBRARIES if (version := installed_version(library))}
+    return {**source, "versions": versions, "git_commit": _git_commit()}
 
 
 def read_reward_file(path: str | Path) -> dict[str, Any] | None:
@@ -310,18 +316,8 @@ def is_adapter(path: str | Path, revision: str | None = None) -> bool:
 
 def find_file(path: str | Path, name: str, revision: str | None = None) -> Path | None:
     """Return the local path of a file of a folder or hub checkpoint; None where there is none."""
-    if Path(path).is_dir():
-        file = Path(path) / name
-        return file if file.is_file() else None
-    try:
-        return Path(hf_hub_download(str(path), name, revision=revision, local_files_only=not hub_answers()))
-    except LocalEntryNotFoundError:  # no such file was fetched, or nothing of this checkpoint
-        file = hub_snapshot(path, revision, allow_patterns=[name]) / name
-        return file if file.is_file() else None
-    except EntryNotFoundError:  # the repository exists, without such a file
-        return None
-    except (HTTPError, HFValidationError, OSError) as error:
-        raise _unreachable(path, error) from error
+    file = (Path(path) if Path(path).is_dir() else hub_snapshot(path, revision, allow_patterns=[name])) / name
+    return file if file.is_file() else None
 
 
 def file_names(path: str | Path, revision: str | None = None) -> list[str]:
@@ -333,6 +329,29 @@ def file_names(path: str | Path, revision: str | None = None) -> list[str]:
             raise _unreachable(path, error) from error
     folder = Path(path) if Path(path).is_dir() else hub_snapshot(path, revision)
     return sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
+
+
+def weight_names(path: str | Path, revision: str | None = None) -> list[str]:
+    """Return the names of a folder's or repository's `weight_files`, or of those that could be; empty without any."""
+    for name in INDICES:
+        if index := read_json_of(path, name, revision):
+            shards = sorted(set(index.get("weight_map", {}).values()))
+            if outside := [shard for shard in shards if shard.startswith("/") or ".." in PurePath(shard).parts]:
+                raise CheckpointError(f"{name} of {path} names {outside[0]}, which is outside: copy it again.")
+            return shards
+    heads = head_files(path, revision)
+    names = [name for name in file_names(path, revision) if NOT_NESTED.fullmatch(name) and name not in heads]
+    files = [file for file in map(PurePath, names) if file.name not in ADAPTERS]
+    files = [file for file in files if file.suffix in SUFFIXES and not file.stem.startswith(OF_TRAINING)]
+    first = min((SUFFIXES.index(file.suffix) for file in files), default=0)
+    return [str(file) for file in files if file.suffix == SUFFIXES[first]]
+
+
+def head_files(path: str | Path, revision: str | None = None) -> list[str]:
+    """Return the names of a folder's or repository's files with a trained head alone, safetensors before torch's."""
+    files = [PurePath(name) for name in file_names(path, revision) if "/" not in name]
+    heads = [f for f in files if f.suffix in SUFFIXES and f.stem.endswith("head") and f.stem != "lm_head"]
+    return [file.name for file in sorted(heads, key=lambda file: (SUFFIXES.index(file.suffix), file.name))]
 
 
 def hub_snapshot(path: str | Path, revision: str | None = None, **patterns: Any) -> Path:
@@ -378,17 +397,6 @@ def template_hash(processor: ProcessorMixin) -> str:
     if not isinstance(template, str):
         template = json.dumps(template, sort_keys=True)
     return hashlib.sha256(template.encode()).hexdigest()
-
-
-def _architecture(folder: Path) -> str | None:
-    """Return the class named in the folder's configuration; an adapter has no configuration."""
-    config = read_json_of(folder, "config.json") or {}
-    return next(iter(config.get("architectures") or []), None)
-
-
-def _versions() -> dict[str, str]:
-    versions = {library: installed_version(library) for library in LIBRARIES}
-    return {library: version for library, version in versions.items() if version}  # a server has no trainer
 
 
 @cache

@@ -6,9 +6,11 @@ Weights go from file to file, one at a time and in the type in which they are st
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,34 +18,36 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from safetensors.torch import save_file
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, conversion_mapping, core_model_loading
+from transformers.core_model_loading import WeightRenaming
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.files import make_folder, read_wording, require_new_folder, write_json
+from vlmrm.libraries import relies_on
 from vlmrm.modeling.checkpoint import load_processor, read_config
+from vlmrm.modeling.head import Head
 from vlmrm.modeling.manifest import (
     ADAPTER_CONFIG,
+    HEAD_WEIGHTS,
     REWARD_FILE,
     find_file,
+    head_files,
     provenance,
     read_json_of,
     save_reward_files,
     write_complete,
 )
-from vlmrm.modeling.published_heads import chosen_output, convert_head
-from vlmrm.modeling.published_layouts import HEAD_WEIGHTS, PublishedLayout, find_layout, named_layout
-from vlmrm.modeling.published_names import Naming
-from vlmrm.modeling.published_source import (
+from vlmrm.modeling.published_layouts import PublishedLayout, find_layout, named_layout, question_template, turn_of
+from vlmrm.modeling.published_weights import (
     Reader,
     StoredWeights,
-    head_files,
     local_copy,
+    lora_scale,
     read_adapter,
     weight_files,
+    with_lora,
 )
-from vlmrm.modeling.published_template import question_template, turn_of
-from vlmrm.modeling.published_weights import lora_scale
-from vlmrm.modeling.reward_model import reward_model_class
+from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
 SHARD = 4 * 2**30  # bytes, at most held in memory
 EMBEDDINGS = "embed_tokens.weight"
@@ -90,7 +94,11 @@ def import_reward(
     opened = _open(source, base, named, revision)
     form = opened.layout
     chosen = _check_options(form, output_name, template)
-    settings = _settings(form, opened.folder)
+    settings = (read_json_of(opened.folder, form.settings) if form.settings else {}) or {}
+    if form.settings and not settings:
+        raise CheckpointError(
+            f"there is no {form.settings} in {opened.folder}: name the folder or repository that has it."
+        )
     config = read_config(opened.described, None, trust_remote_code)
     if form.model_types and config.model_type not in form.model_types:
         raise CheckpointError(
@@ -103,14 +111,23 @@ def import_reward(
     _limit_pixels(processor, *limits)
     _fit_vocabulary(config, processor, form, opened.weights.readers)
     head = _set_head(config, opened, chosen)
-    model = _skeleton(config)
-    weights = _backbone(Naming(model, form, source), opened, _scale(settings)) | head
-    mean, std = _normalization(settings, chosen)
+    with init_empty_weights(include_buffers=False):
+        model: Any = reward_model_class(config)(config)
+    naming, lora = Naming(model, form, source), settings.get("peft_lora_config") or {}
+    scale = None  # of LoRA weights in a file of weights
+    if "lora_r" in lora and "lora_alpha" in lora:
+        scale = lora_scale(lora["lora_r"], lora["lora_alpha"], lora.get("use_rslora"))
+    weights = naming.backbone_weights(opened.weights.readers)
+    weights |= naming.renamed(opened.adapter.readers)
+    weights |= naming.merged(weights, opened.weights.lora, scale)
+    weights |= naming.merged(weights, opened.adapter.lora, opened.scale)
+    norm = settings.get("inference_config") or {}
+    mean, std = norm.get(f"{chosen}_mean"), norm.get(f"{chosen}_std")
     make_folder(output_folder)
     with TemporaryDirectory(dir=output_folder.resolve().parent, prefix=f".{output_folder.name}-") as unfinished:
         made = Path(unfinished, "model")
         make_folder(made)
-        model.config.dtype = _write_weights(made, weights)
+        model.config.dtype = _write_weights(made, weights | head)
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(made)
         save_reward_files(
@@ -204,44 +221,6 @@ def _set_head(config: PreTrainedConfig, opened: Opened, output_name: str) -> dic
     return {name: lambda tensor=tensor: tensor for name, tensor in weights.items()}
 
 
-def _backbone(naming: Naming, opened: Opened, scale: float | None) -> dict[str, Reader]:
-    """Return the weights of the backbone by the names of the new file, with those of LoRA merged."""
-    named = naming.backbone_weights(opened.weights.readers)
-    named |= naming.renamed(opened.adapter.readers)
-    named |= naming.merged(named, opened.weights.lora, scale)
-    return named | naming.merged(named, opened.adapter.lora, opened.scale)
-
-
-def _skeleton(config: PreTrainedConfig) -> Any:
-    """Return the reward model without weights."""
-    with init_empty_weights(include_buffers=False):
-        return reward_model_class(config)(config)
-
-
-def _settings(layout: PublishedLayout, folder: Path) -> dict[str, Any]:
-    """Return the content of the layout's file of settings; empty for one without."""
-    if layout.settings is None:
-        return {}
-    settings = read_json_of(folder, layout.settings)
-    if settings is None:
-        raise CheckpointError(f"there is no {layout.settings} in {folder}: name the folder or repository that has it.")
-    return settings
-
-
-def _scale(settings: Mapping[str, Any]) -> float | None:
-    """Return the scale of the LoRA weights in a file of weights; None where the settings name none."""
-    lora = settings.get("peft_lora_config") or {}
-    if "lora_r" not in lora or "lora_alpha" not in lora:
-        return None
-    return lora_scale(lora["lora_r"], lora["lora_alpha"], lora.get("use_rslora"))
-
-
-def _normalization(settings: Mapping[str, Any], output_name: str) -> tuple[float | None, float | None]:
-    """Return mean and standard deviation of an output, where the settings have them."""
-    norm = settings.get("inference_config") or {}
-    return norm.get(f"{output_name}_mean"), norm.get(f"{output_name}_std")
-
-
 def _processor(opened: Opened, trust_remote_code: bool) -> Any:
     """Return the processor of the source, or of the base, with the reward tokens."""
     files = ("processor_config.json", "preprocessor_config.json")
@@ -332,3 +311,182 @@ def _shards(weights: Mapping[str, Reader]) -> Iterator[dict[str, torch.Tensor]]:
             shard = {}
         shard[name] = tensor.contiguous()
     yield shard
+
+
+# Heads ---------------------------------------------------------------------------------------------------------------
+
+
+# The weight and the bias of each linear layer, in order.
+Layers = list[tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def chosen_output(layout: PublishedLayout, output_name: str | None) -> str:
+    """Return the name of the output to import."""
+    names = list(layout.outputs)
+    if output_name is None and len(names) == 1:
+        return names[0]
+    if output_name not in names:
+        fault = "several outputs" if output_name is None else f"no output {output_name!r}"
+        raise ConfigError(f"{layout.name} has {fault}: import one by --output-name {', '.join(names)}.")
+    return output_name
+
+
+def convert_head(
+    layout: PublishedLayout, output_name: str, names: Iterable[str], read: Callable[[str], Any], width: int
+) -> tuple[Head, dict[str, torch.Tensor]]:
+    """Return a published head over hidden states of `width` channels, and its weights by our names, float32.
+
+    Of several outputs at one token the first is taken, or that of the token where there are as many as tokens.
+    """
+    layers = _layers(layout, output_name, names, read)
+    last, bias = layers.pop()
+    if len(last) not in layout.rows:
+        raise CheckpointError(f"the head gives {len(last)} numbers, and that of {layout.name} gives {layout.rows[0]}.")
+    row = list(layout.outputs).index(output_name) if len(last) == len(layout.tokens) else 0
+    last, bias = last[row : row + 1], None if bias is None else bias[row : row + 1]
+    if layers and layout.activation is None:
+        raise CheckpointError(f"the head has {len(layers) + 1} layers, and {layout.name} has one: name its --layout.")
+    head = Head([len(weight) for weight, _ in layers], layout.activation or "silu", bias is not None)
+    weights = {"score.weight": last} | ({} if bias is None else {"score.bias": bias})
+    for index, (weight, hidden_bias) in enumerate(layers):
+        weights[f"score_hidden.{2 * index}.weight"] = weight
+        weights[f"score_hidden.{2 * index}.bias"] = torch.zeros(len(weight)) if hidden_bias is None else hidden_bias
+    widths = [width, *head.hidden, 1]
+    for (weight, _), (before, after) in zip([*layers, (last, bias)], pairwise(widths), strict=True):
+        if weight.shape != (after, before):
+            raise CheckpointError(
+                f"a layer of the head is {list(weight.shape)} and should be {[after, before]}: the file is broken, or "
+                "--base another model."
+            )
+    return head, {name: weight.float().contiguous() for name, weight in weights.items()}
+
+
+def _layers(layout: PublishedLayout, output_name: str, names: Iterable[str], read: Callable[[str], Any]) -> Layers:
+    wanted = layout.outputs[output_name].head
+    layers: dict[Any, dict[str, torch.Tensor]] = {}
+    for name in names:
+        if match := layout.matches(name):
+            groups: Mapping[str, str | None] = match.groupdict()
+            if groups.get("head") == wanted:
+                layer = groups.get("layer") or ""
+                layers.setdefault(int(layer) if layer.isdigit() else layer, {})[groups["kind"] or ""] = read(name)
+    if not layers:
+        raise CheckpointError(f"the head of the output {output_name} is missing: copy the checkpoint again.")
+    if missing := [layer for layer in layout.layers if layer not in map(str, layers)]:
+        raise CheckpointError(f"layer {missing[0]} of the head is missing: copy the checkpoint again.")
+    for layer, tensors in layers.items():
+        weight = tensors.get("weight")
+        complete = (
+            weight is not None and weight.ndim == 2 and all(len(tensor) == len(weight) for tensor in tensors.values())
+        )
+        if not complete or layout.bias not in (None, "bias" in tensors):
+            raise CheckpointError(f"layer {layer or 0} of the head is incomplete: copy the checkpoint again.")
+    return [(layers[layer]["weight"], layers[layer].get("bias")) for layer in sorted(layers)]
+
+
+# Names ---------------------------------------------------------------------------------------------------------------
+
+
+relies_on(conversion_mapping.get_model_conversion_mapping, "model")
+relies_on(
+    core_model_loading.rename_source_key,
+    *("weight_renamings", "weight_converters", "base_model_prefix", "meta_state_dict"),
+)
+
+# Of a language head, for which there is no use, and constants that older versions stored.
+NOT_READ = re.compile(r"(^|\.)lm_head\.|\.rotary_emb\.inv_freq$")
+
+
+class Naming:
+    """Map stored names of a backbone's weights to names in a `model`; the model may have no weights yet.
+
+    Weights that transformers converts further on loading (the experts of a mixture) keep their stored names.
+    """
+
+    def __init__(self, model: RewardModel, layout: PublishedLayout, source: str | Path):
+        transforms = conversion_mapping.get_model_conversion_mapping(model)
+        self.renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+        self.converters: Any = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
+        self.prefix = model.base_model_prefix
+        self.expected = model.state_dict()
+        self.backbone = {name for name in self.expected if name.startswith("model.")}
+        self.architecture = type(model).__name__
+        self.layout = layout
+        self.source = source
+
+    def of(self, stored: str) -> tuple[str, str] | None:
+        """Return the name in memory and that in the new file; None for a weight of a reward or language head."""
+        if self.layout.matches(stored) or NOT_READ.search(stored):
+            return None
+        name = stored
+        for pattern, replacement in self.layout.renamed.items():
+            name = re.sub(pattern, replacement, name)
+        loaded, converter = core_model_loading.rename_source_key(
+            name, self.renamings, self.converters, self.prefix, self.expected
+        )
+        if NOT_READ.search(loaded):
+            return None
+        return loaded, name if converter else loaded
+
+    def renamed(self, weights: Mapping[str, Reader]) -> dict[str, Reader]:
+        """Return weights of the backbone by their names in the new file."""
+        named: dict[str, Reader] = {}
+        for stored, read in weights.items():
+            if (names := self.of(stored)) is None:
+                continue
+            loaded, name = names
+            if loaded not in self.backbone:
+                raise CheckpointError(
+                    f"{self.source} has {stored}, which a {self.architecture} has not: it is broken, or of another "
+                    "architecture."
+                )
+            if name in named:
+                raise CheckpointError(f"{self.source} has {name} twice: leave one file of weights in the folder.")
+            named[name] = self._checked(name, read)
+        return named
+
+    def backbone_weights(self, weights: Mapping[str, Reader]) -> dict[str, Reader]:
+        """Do `renamed` with all weights of the backbone."""
+        names = [*filter(None, map(self.of, weights))]
+        missing = self.backbone - {loaded for loaded, _ in names}
+        # One stored weight may become several in memory, and then loading it says what is missing.
+        if missing and all(loaded == name for loaded, name in names):
+            raise CheckpointError(
+                f"{self.source} lacks {', '.join(sorted(missing)[:3])}, {len(missing)} weights in all: it is broken, "
+                f"or of another architecture than {self.architecture}."
+            )
+        return self.renamed(weights)
+
+    def merged(
+        self, named: Mapping[str, Reader], lora: Mapping[str, Mapping[str, Reader]], scale: float | None
+    ) -> dict[str, Reader]:
+        """Return those of the `named` weights that have LoRA weights, with these merged."""
+        if lora and scale is None:
+            raise CheckpointError(
+                f"{self.source} has LoRA weights of {min(lora)} and nothing that says their scale: merge them with "
+                "peft."
+            )
+        merged: dict[str, Reader] = {}
+        for module, parts in lora.items():
+            names = self.of(f"{module}.weight")
+            if names is None:
+                continue  # of a language head, for which there is no use
+            if names[1] not in named:
+                raise CheckpointError(
+                    f"{self.source} has LoRA weights of {module}, which its base has not: name the model that it was "
+                    "trained on by --base."
+                )
+            merged[names[1]] = with_lora(names[1], named[names[1]], parts, scale or 0.0)
+        return merged
+
+    def _checked(self, name: str, read: Reader) -> Reader:
+        def checked() -> torch.Tensor:
+            tensor = read()
+            if name in self.expected and tensor.shape != self.expected[name].shape:
+                raise CheckpointError(
+                    f"{name} is {list(tensor.shape)}, and by the configuration {list(self.expected[name].shape)}: "
+                    "name the model that it was trained from by --base."
+                )
+            return tensor
+
+        return checked

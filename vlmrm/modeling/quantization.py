@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from vlmrm.errors import ConfigError
 from vlmrm.libraries import missing, relies_on
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.families import LANGUAGE_MODELS
-from vlmrm.modeling.parts import HEAD, IN_WORDS, PARTS, part_of
 
 relies_on(HfQuantizer.get_modules_to_not_convert, "model", "skip_modules", "keep_in_fp32_modules")
 relies_on(PreTrainedModel, "_keep_in_fp32_modules")
@@ -61,20 +58,3 @@ def layers_to_quantize(model: PreTrainedModel) -> list[str]:
         for name, module in model.named_modules()
         if type(module) is nn.Linear and should_convert_module(name, skipped)
     ]
-
-
-def quantized_layers(model: nn.Module) -> list[str]:
-    """Return the names of a loaded model's layers with weights in 4 bits."""
-    return [name for name, layer in model.named_modules() if hasattr(getattr(layer, "weight", None), "quant_state")]
-
-
-def describe(model: nn.Module, layers: Sequence[str], dtype: torch.dtype) -> str:
-    """Return in words how many of these layers are in each part, and which parts stay in `dtype`; the head is float32.
-
-    For example: 252 linear layers of the language model; vision tower and merger in bfloat16, head in float32.
-    """
-    counts = Counter(part_of(model, name) for name in layers)
-    parts = {part_of(model, name) for name, _ in model.named_parameters()} - {HEAD}
-    whole = " and ".join(IN_WORDS[part] for part in PARTS if part in parts and not counts[part])
-    quantized = " and ".join(f"{counts[part]} linear layers of the {IN_WORDS[part]}" for part in PARTS if counts[part])
-    return f"{quantized or 'no layer'}; {whole} in {str(dtype).removeprefix('torch.')}, head in float32"

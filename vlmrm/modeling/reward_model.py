@@ -22,32 +22,32 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLModel,
-    Qwen2_5_VLPreTrainedModel,
     Qwen2VLConfig,
     Qwen2VLModel,
-    Qwen2VLPreTrainedModel,
     Qwen3VLConfig,
     Qwen3VLModel,
-    Qwen3VLPreTrainedModel,
 )
 from transformers import initialization as init
-from transformers.conversion_mapping import (
-    get_checkpoint_conversion_mapping,
-    register_checkpoint_conversion_mapping,
-)
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from vlmrm.batching.media import DistinctMedia, Grid, Media, as_images, grids_of, in_order
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import relies_on
-from vlmrm.modeling.aligned import align
 from vlmrm.modeling.experts import tokens_of_vision_experts, touch_vision_experts
 from vlmrm.modeling.families import BY_MODEL_TYPE, Family, existing_parts, family_of
-from vlmrm.modeling.features import EncoderOutput, Features, assemble, split
 from vlmrm.modeling.head import Float32Linear, Head
-from vlmrm.modeling.vision_attention import attend_by_segments, reset_attention
-from vlmrm.modeling.vision_layout import tower_keywords
+from vlmrm.modeling.vision import (
+    EncoderOutput,
+    Features,
+    align,
+    assemble,
+    attend_by_segments,
+    reset_attention,
+    split,
+    tower_keywords,
+)
 
 logger = logging.getLogger("vlmrm")
 
@@ -463,27 +463,15 @@ for _backbone in (Qwen2VLModel, Qwen2_5_VLModel, Qwen3VLModel):
     relies_on(_backbone.forward, "mm_encoder_outputs")  # else **kwargs would swallow it: a model blind to images
 
 
-class Qwen2VLForSequenceClassification(RewardModel, Qwen2VLPreTrainedModel):
-    """Qwen2-VL with a score."""
-
-
-class Qwen2_5_VLForSequenceClassification(RewardModel, Qwen2_5_VLPreTrainedModel):
-    """Qwen2.5-VL, and MiMo-VL which is one in other proportions, with a score."""
-
-
-class Qwen3VLForSequenceClassification(RewardModel, Qwen3VLPreTrainedModel):
-    """Qwen3-VL with a score."""
-
-
 def reward_model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the reward model class for a configuration; it is generated for those that are not written out here."""
+    """Return the reward model class for a configuration, such as `Qwen2_5_VLForSequenceClassification`."""
     if family_of(config).refused:
         raise CheckpointError(f"{config.model_type} cannot be a reward model: {family_of(config).refused}.")
-    return REWARD_MODELS.get(type(config)) or _generated_class(type(config))
+    return _class_for(type(config))
 
 
 @cache
-def _generated_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+def _class_for(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     try:
         language_model: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
     except KeyError:
@@ -496,28 +484,16 @@ def _generated_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedMod
     if config_class.model_type not in BY_MODEL_TYPE:
         logger.warning("using the generic factory for %s: training it this way is untested", config_class.model_type)
     model_class = type(name, (RewardModel, base), {"__module__": __name__, "config_class": config_class})
-    _register(config_class, model_class, language_model.__name__)
-    return model_class
-
-
-def _register(config_class: type[PreTrainedConfig], model_class: type[PreTrainedModel], language_model: str) -> None:
-    """Register a class with `AutoModelForSequenceClassification` and with the library's renaming of weights.
-
-    transformers looks up how to rename a checkpoint's weights by the name of the class, and skips classes that are not
-    its own: unregistered, a downloaded checkpoint would load as a random backbone.
-    """
-    name, mapping = model_class.__name__, get_checkpoint_conversion_mapping(language_model)
+    # transformers looks up how to rename a checkpoint's weights by the name of the class, and skips classes that are
+    # not its own: unregistered, a downloaded checkpoint would load as a random backbone.
+    mapping = get_checkpoint_conversion_mapping(language_model.__name__)
     if mapping is None and (of_type := get_checkpoint_conversion_mapping(config_class.model_type)) is not None:
         # Under the type's own name, so that it is not applied to the backbone, which is of that type, once more.
         name, mapping = config_class.model_type, of_type
     register_checkpoint_conversion_mapping(name, mapping or [], overwrite=True)
     AutoModelForSequenceClassification.register(config_class, model_class, exist_ok=True)
+    return model_class
 
 
-REWARD_MODELS: dict[type[PreTrainedConfig], type[PreTrainedModel]] = {
-    Qwen2VLConfig: Qwen2VLForSequenceClassification,
-    Qwen2_5_VLConfig: Qwen2_5_VLForSequenceClassification,
-    Qwen3VLConfig: Qwen3VLForSequenceClassification,
-}
-for _config, _model in REWARD_MODELS.items():
-    _register(_config, _model, _model.__name__.replace("SequenceClassification", "ConditionalGeneration"))
+# Registered by now; others are where they are first asked for.
+REWARD_MODELS = {config: _class_for(config) for config in (Qwen2VLConfig, Qwen2_5_VLConfig, Qwen3VLConfig)}

@@ -105,11 +105,7 @@ def prove_sight(
 
 
 def _fault_of_sharing(
-    model: RewardModel,
-    run: Callable,
-    pair: Sequence[Rendered],
-    reference: torch.Tensor,
-    dtype: torch.dtype,
+    model: RewardModel, run: Callable, pair: Sequence[Rendered], reference: torch.Tensor, dtype: torch.dtype
 ) -> str | None:
     """Return what is wrong with a shared batch of two answers; `reference` [2, H] are the padded batch's states."""
     try:
@@ -119,7 +115,9 @@ def _fault_of_sharing(
             raise  # a sentence of ours: it says what to do
         return f"it ends in {type(error).__name__}: {first_line(error).rstrip('.')}"
     distance = float(((packed - reference).norm(dim=1) / reference.norm(dim=1)).max())
-    if distance > _tolerance(dtype, reference.device):
+    if dtype == torch.float32 and reference.is_cuda and torch.backends.cuda.matmul.allow_tf32:
+        dtype = torch.float16  # to which TF32 rounds
+    if distance > TOLERANCE[dtype]:
         return f"hidden states are {distance:.2g} of their norm away from those of the padded batch"
     return None
 
@@ -153,8 +151,3 @@ def _hidden(model: RewardModel, run: Callable, inputs: dict[str, Any]) -> tuple[
     finally:
         hook.remove()
     return recorded[0]
-
-
-def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
-    rounds_to_tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return TOLERANCE[torch.float16 if rounds_to_tf32 else dtype]

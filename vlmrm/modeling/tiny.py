@@ -34,14 +34,8 @@ from vlmrm.modeling.checkpoint import load_for_training, load_processor
 from vlmrm.modeling.manifest import save_reward_files, write_complete
 
 SPECIAL_TOKENS = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
+    *("<|image_pad|>", "<|video_pad|>"),
 ]
 
 # Qwen's pre-tokenisation: contractions, words with their leading space, single digits, punctuation, white space.
@@ -99,9 +93,6 @@ def make_tiny(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Pa
     bytes. Images are 56x56 (64x64 for Qwen3-VL and Qwen3.5) and larger.
 
         make_tiny("tiny", "qwen3_vl")
-
-    Raises:
-        ConfigError: when `arch` is not one of `ARCHITECTURES`, `folder` has something in it, or it cannot be a folder.
     """
     if arch not in ARCHITECTURES:
         raise ConfigError(f"there is no tiny {arch!r}: choose one of {', '.join(ARCHITECTURES)}.")
@@ -118,10 +109,7 @@ def make_tiny(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Pa
 def make_tiny_reward_model(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Path:
     """Write a tiny reward model of `arch` with an untrained linear head, as training would save it.
 
-        load_scorer(make_tiny_reward_model("tiny-reward"))
-
-    Raises:
-        ConfigError: as `make_tiny` does.
+    load_scorer(make_tiny_reward_model("tiny-reward"))
     """
     folder = _new_folder(folder)
     with tempfile.TemporaryDirectory() as base:

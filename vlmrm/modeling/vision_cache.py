@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,25 +33,13 @@ from vlmrm.batching.caches import ByteCache
 from vlmrm.batching.media import DistinctMedia, parts_of, select
 from vlmrm.errors import ConfigError
 from vlmrm.files import make_folder, plain_write_errors, write_file
-from vlmrm.modeling.features import FeatureForm, Features
+from vlmrm.modeling.vision import FeatureForm, Features
 
 logger = logging.getLogger("vlmrm")
 
 # A full cache is emptied to KEEP of its limit. Each process looks at the folder's size whenever it has written CHECK
 # of the limit: ten processes that write at once stay within it.
 KEEP, CHECK = 0.9, 0.01
-
-
-class Cache(Protocol):
-    """Where features of images are kept."""
-
-    def identify(self, modules: Sequence[nn.Module], config: PreTrainedConfig) -> None:
-        """Look at what features depend on beside an image, before the first are asked for."""
-        ...
-
-    def features(self, media: DistinctMedia, run: Callable[[DistinctMedia], list[Features]]) -> list[Features]:
-        """Return the features of each distinct medium, with one `run` for those not kept."""
-        ...
 
 
 @dataclass
@@ -62,7 +50,7 @@ class FeatureCache:
     """
 
     cache: ByteCache
-    behind: Cache | None = None
+    behind: VisionCache | None = None
 
     def identify(self, modules: Sequence[nn.Module], config: PreTrainedConfig) -> None:
         if self.behind is not None:

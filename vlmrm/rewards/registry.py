@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 from pydantic import SecretStr
 
 from vlmrm.errors import ConfigError
-from vlmrm.imported import imported_function
 from vlmrm.libraries import ROBOTS, install_command, needs
-from vlmrm.plugins import load_plugins
+from vlmrm.plugins import imported_function, load_plugins
 from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, PointwiseRewardModel, RewardArguments
 from vlmrm.settings import did_you_mean, load_file, nearest
 

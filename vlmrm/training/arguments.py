@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
@@ -17,7 +17,7 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, first_line
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.parts import HEAD, MERGER, VISION
-from vlmrm.settings import did_you_mean
+from vlmrm.settings import did_you_mean, key
 from vlmrm.training.engines import check_checkpointing, check_engine_files, check_environment, read_engines
 from vlmrm.training.losses import PAIR_LOSSES
 
@@ -34,10 +34,7 @@ LEAST = {
 
 
 def check_launcher() -> None:
-    """Refuse the environment of half a launcher, which torch would wait with or answer with a traceback."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
-        if not (value := os.environ.get(name, "0")).isdigit():
-            raise ConfigError(f"{name} is {value!r} in the environment: it must be a whole number, or not be set.")
+    """Refuse the environment of half a launcher, which torch would wait with."""
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and missing:
         raise ConfigError(
@@ -50,57 +47,37 @@ def check_launcher() -> None:
 class RewardTrainingArguments(trl.RewardConfig):
     """TRL's `RewardConfig`, and so HF's `TrainingArguments`, with the keys below; all others keep their meaning."""
 
-    learning_rate: float = field(default=1e-5, metadata={"help": "The initial learning rate."})
-    vision_lr: float | None = field(
-        default=None, metadata={"help": "Learning rate of the vision tower. Default: `learning_rate`."}
+    learning_rate: float = key(1e-5, "The initial learning rate.")
+    vision_lr: float | None = key(None, "Learning rate of the vision tower. Default: `learning_rate`.")
+    merger_lr: float | None = key(None, "Learning rate of the merger (projector). Default: `learning_rate`.")
+    head_lr: float | None = key(None, "Learning rate of the head. Default: `learning_rate`.")
+    use_irrelevant_queries: bool = key(
+        False, "Also show the answers under another sample's prompt, where they should tie."
     )
-    merger_lr: float | None = field(
-        default=None, metadata={"help": "Learning rate of the merger (projector). Default: `learning_rate`."}
+    num_irrelevant_pairs: int = key(1, "Irrelevant prompts for each pair.")
+    irrelevant_loss_weight: float = key(1.0, "Weight of the irrelevant loss.")
+    pair_loss: str = key("bradley_terry", "Loss of a preference pair: `bradley_terry`, or one of a plugin.")
+    tie_threshold: float = key(
+        0.0,
+        "Rao-Kupper's log θ: score differences below it count as ties. 0: Bradley-Terry, where a tie is half a win "
+        "for either side.",
     )
-    head_lr: float | None = field(
-        default=None, metadata={"help": "Learning rate of the head. Default: `learning_rate`."}
+    router_aux_loss_coef: float = key(
+        0.0, "Weight of the loss that spreads tokens evenly over the experts of a mixture of experts. 0: off."
     )
-    use_irrelevant_queries: bool = field(
-        default=False,
-        metadata={"help": "Also show the answers under another sample's prompt, where they should tie."},
+    probe_samples: int = key(
+        64,
+        "Rows of the evaluation set that each evaluation also scores with grey images and under other prompts, to log"
+        " how much the model looks at them. 0: none.",
     )
-    num_irrelevant_pairs: int = field(default=1, metadata={"help": "Irrelevant prompts for each pair."})
-    irrelevant_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the irrelevant loss."})
-    pair_loss: str = field(
-        default="bradley_terry", metadata={"help": "Loss of a preference pair: `bradley_terry`, or one of a plugin."}
-    )
-    tie_threshold: float = field(
-        default=0.0,
-        metadata={
-            "help": "Rao-Kupper's log θ: score differences below it count as ties. 0: Bradley-Terry, where a tie is "
-            "half a win for either side."
-        },
-    )
-    router_aux_loss_coef: float = field(
-        default=0.0,
-        metadata={
-            "help": "Weight of the loss that spreads tokens evenly over the experts of a mixture of experts. 0: off."
-        },
-    )
-    probe_samples: int = field(
-        default=64,
-        metadata={
-            "help": "Rows of the evaluation set that each evaluation also scores with grey images and under other "
-            "prompts, to log how much the model looks at them. 0: none."
-        },
-    )
-    max_dropped_share: float = field(
-        default=0.1,
-        metadata={
-            "help": "Largest share of rows that may be left out (`overlong`, `bad_rows: skip`): a sample of the rows "
-            "is read before the training, which does not start if more of them are."
-        },
+    max_dropped_share: float = key(
+        0.1,
+        "Largest share of rows that may be left out (`overlong`, `bad_rows: skip`): a sample of the rows is read "
+        "before the training, which does not start if more of them are.",
     )
     # TRL's text-only key; conversations are measured by max_seq_length (DataArguments).
-    max_length: int | None = field(default=None, metadata={"help": "Not used: see max_seq_length."})
-    remove_unused_columns: bool = field(
-        default=False, metadata={"help": "Not used: rows are comparisons, not columns."}
-    )
+    max_length: int | None = key(None, "Not used: see max_seq_length.")
+    remove_unused_columns: bool = key(False, "Not used: rows are comparisons, not columns.")
 
     if TYPE_CHECKING:  # HF declares the types of arguments, not those that its __post_init__ sets
         output_dir: Any = None
@@ -131,14 +108,14 @@ class RewardTrainingArguments(trl.RewardConfig):
                 f"optim: {self.optim} changes weights inside each backward pass, and a step may have several: choose "
                 "another, such as adafactor."
             )
-        for key, bound in LEAST.items():
-            value = getattr(self, key)
+        for name, bound in LEAST.items():
+            value = getattr(self, name)
             if value is not None and not bound <= value < math.inf:  # NaN is neither
-                raise ConfigError(f"{key} is {value}: it must be at least {bound}.")
+                raise ConfigError(f"{name} is {value}: it must be at least {bound}.")
         # Steps below 1 are a share of all; a part that is not to learn is frozen.
-        for key in ("logging_steps", "save_steps", "eval_steps", *RATES.values()):
-            if (value := getattr(self, key)) is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{key} is {value}: it must be above 0.")
+        for name in ("logging_steps", "save_steps", "eval_steps", *RATES.values()):
+            if (value := getattr(self, name)) is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}: it must be above 0.")
         if not 0 < self.max_dropped_share <= 1:
             raise ConfigError(f"max_dropped_share is {self.max_dropped_share}: it is a share, above 0 and at most 1.")
         if self.max_steps == 0 or (self.max_steps < 0 and not self.num_train_epochs > 0):
@@ -149,9 +126,9 @@ class RewardTrainingArguments(trl.RewardConfig):
         if self.pair_loss not in PAIR_LOSSES:
             advice = did_you_mean(self.pair_loss, PAIR_LOSSES, f": choose from {', '.join(PAIR_LOSSES)}.")
             raise ConfigError(f"pair_loss is {self.pair_loss!r}, which there is not{advice}")
-        for key in ("label_smoothing_factor", "neftune_noise_alpha"):
-            if getattr(self, key):
-                raise ConfigError(f"{key} changes nothing in the loss of preferences: remove it.")
+        for name in ("label_smoothing_factor", "neftune_noise_alpha"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} changes nothing in the loss of preferences: remove it.")
         if self.fp16 and self.use_cpu:
             raise ConfigError("fp16 needs a GPU: remove it, or write bf16: true on a CPU that has bfloat16.")
         read_engines(self)

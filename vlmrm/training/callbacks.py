@@ -1,122 +1,84 @@
-"""Callbacks between steps (epoch, proof of sight, SIGTERM), and the tally of rows that a run trained on."""
+"""What happens beside the steps: lines of figures, curves, SIGTERM, and the rows that are left out."""
 
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import TrainerCallback
+from transformers import ProgressCallback, TrainerCallback
 
-from vlmrm.data.comparisons import sample
-from vlmrm.engine import ScoredRow
 from vlmrm.errors import TrainingError
-from vlmrm.measures.analysis import point_figures
-from vlmrm.measures.donors import donors_of
-from vlmrm.measures.interventions import INTERVENTIONS, Intervention
-from vlmrm.measures.pairs import ScoredComparisons, scored_frame
-from vlmrm.training.resume import any_rank
-
-# The probe: a small fixed sample of the evaluation set, scored again with grey images and under other prompts.
-#
-# Its figures show, while a run trains, whether the model looks at the image and the question.
-
+from vlmrm.logs import Pace
+from vlmrm.training.folder import any_rank
 
 logger = logging.getLogger("vlmrm")
 
+CURVES = "curves.png"
+# Fewer points are no curve, and drawing takes a moment.
+LEAST_LINES, LEAST_EVALUATIONS = 10, 2
+# What a terminal shows of a line of figures, so that it stays one line; the log file and the trackers have all of it.
+SHOWN = ("loss", "accuracy", "eval_loss", "eval_accuracy", "train_loss", "train_runtime")
+PATIENCE = 1000  # rows from the start without one to train on, before a run is given up
+LARGE_SHARE = 0.1
 # By intervention, the names of the logged figures, and those of the metrics that they are.
 LOGGED = {
     "blank_image": {"probe_image_reliance": "image_reliance", "probe_blank_image_accuracy": "blank_image_accuracy"},
     "swapped_prompt": {"probe_irrelevant_margin": "swapped_prompt_margin", "probe_prompt_reliance": "prompt_reliance"},
 }
-NEEDED = {"blank_image": "an image to paint grey", "swapped_prompt": "another prompt of its kind to be shown under"}
-PROBED: Mapping[str, Intervention] = {name: INTERVENTIONS[name] for name in LOGGED}
 
 
-class ProbedDataset:
-    """The rows of an evaluation set (of `load_comparisons`); those of its probe also have `donors`.
+class Bar(ProgressCallback):
+    """HF's progress bar without its lines of figures: those of `FiguresCallback` are written above it."""
 
-    The collator alters those. The probe is drawn as `max_eval_samples` draws, with donors from the probe,
-    so a sweep with `max_eval_samples` = `samples` and an equal `split_seed` has the same figures.
-    """
-
-    def __init__(self, dataset: Any, samples: int, seed: int):
-        self.dataset = dataset
-        self.probe = sample(dataset, None, samples, seed)
-        self._positions = {row["index"]: position for position, row in enumerate(self.probe)}
-        self._warned: set[str] = set()  # interventions without figures that the log has named
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, number: int) -> dict[str, Any]:
-        return self.__getitems__([number])[0]
-
-    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        columns = self.dataset[numbers]
-        rows = [{"index": i, "comparison": c} for i, c in zip(columns["index"], columns["comparison"], strict=True)]
-        for row in rows:
-            if row["index"] in self._positions:
-                donors = donors_of(row["comparison"], self._positions[row["index"]], self.probe)
-                row |= {"donors": donors, "sampled": True}
-        return rows
-
-    def figures(self, scored: Mapping[int, ScoredRow]) -> dict[str, float]:
-        """Return the figures of `LOGGED`, from the scored rows by `index`.
-
-        Figures that no row allows are left out, and named in the log the first time.
-        """
-        rows = [row for row in self.probe if row["index"] in scored]
-        results = [scored[row["index"]] for row in rows]
-        comparisons = [row["comparison"] for row in rows]
-        values = _reliances(
-            ScoredComparisons(comparisons, [row.scores for row in results], [row.altered for row in results])
-        )
-        figures: dict[str, float] = {}
-        for intervention, names in LOGGED.items():
-            figures |= {name: values[figure] for name, figure in names.items() if not math.isnan(values[figure])}
-            if not names.keys() <= figures.keys() and intervention not in self._warned:
-                self._warned.add(intervention)
-                logger.info(
-                    "No row with a preference among the %d of the probe has %s: %s are not logged",
-                    len(self.probe), NEEDED[intervention], " and ".join(names),
-                )  # fmt: skip
-        return figures
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        pass
 
 
-def _reliances(result: ScoredComparisons) -> dict[str, float]:
-    """Return `LOGGED` of the scored comparisons; NaN where no row allows them."""
-    metrics = [metric for names in LOGGED.values() for metric in names.values()]
-    return point_figures(scored_frame(result), metrics) if result.comparisons else dict.fromkeys(metrics, math.nan)
+class FiguresCallback(TrainerCallback):
+    """Logs each line of figures with the step, the share done and the time left."""
 
-
-PATIENCE = 1000  # rows from the start without one to train on, before a run is given up
-LARGE_SHARE = 0.1
-
-
-class EpochCallback(TrainerCallback):
-    """Sets the epoch of the collator (and of its workers, through shared memory), for its random choices."""
-
-    def __init__(self, epoch: torch.Tensor):
-        self.epoch = epoch
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        self.epoch.fill_(int(state.epoch or 0))
-
-
-class SightCallback(TrainerCallback):
-    """Proves that the model sees once DeepSpeed or FSDP has wrapped it and its weights are on their devices."""
-
-    def __init__(self, prove: Callable[[], None]):
-        self.prove = prove
+    def __init__(self) -> None:
+        self._training: Pace | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.prove()
+        self._training = Pace(state.max_steps, since=state.global_step)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if state.is_world_process_zero and logs:
+            position = self._training.position(state.global_step) if self._training else f"step {state.global_step}"
+            figures = {name: value for name, value in logs.items() if name not in ("total_flos", "step")}
+            shown = {name: value for name, value in figures.items() if name in SHOWN} or figures
+            of_all, of_shown = (", ".join(map(_figure, them.items())) for them in (figures, shown))
+            step = f"step {position.removeprefix('step ')}"
+            logger.info("%s: %s", step, of_all, extra={"in_terminal": f"{step}: {of_shown}"})
+
+
+def _figure(item: tuple[str, Any]) -> str:
+    name, value = item
+    return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+
+
+class CurvesCallback(TrainerCallback):
+    """Draws loss and accuracy over steps into `output_dir/curves.png`, after each evaluation and at the end."""
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._draw(args, state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._draw(args, state)
+
+    def _draw(self, args, state) -> None:
+        lines = sum("loss" in entry for entry in state.log_history)
+        evaluations = sum("eval_loss" in entry for entry in state.log_history)
+        if state.is_world_process_zero and (lines >= LEAST_LINES or evaluations >= LEAST_EVALUATIONS):
+            from vlmrm.measures.plots import drawing, learning_curves, save_png
+
+            with drawing():
+                save_png(learning_curves(state.log_history), Path(args.output_dir) / CURVES)
 
 
 class PreemptionCallback(TrainerCallback):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,11 @@ from transformers.integrations import get_available_reporting_integrations
 
 from vlmrm.config import Configuration, parse, written_keys
 from vlmrm.data.arguments import DataArguments
-from vlmrm.errors import ConfigError, TrainingError, VlmrmError, first_line
+from vlmrm.errors import ConfigError, TrainingError, first_line
 from vlmrm.files import size_text
 from vlmrm.libraries import missing
-from vlmrm.measures.analysis import trl_summary
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.manifest import BEST, FINAL, TRAINING_LOCK, find_checkpoints
-from vlmrm.modeling.quantization import quantization_config
 from vlmrm.settings import did_you_mean
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import LOGGED
@@ -68,10 +66,10 @@ class RunArguments:
         return next(getattr(group, key) for group in groups if hasattr(group, key))
 
 
-Check = Callable[[RunArguments], Iterator[str]]
+Check = Callable[[RunArguments], Iterable[str] | None]
 
 
-def check_launch(run: RunArguments) -> Iterator[str]:
+def check_launch(run: RunArguments) -> None:
     """Refuse launches whose processes would not train together."""
     args = run.training
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -84,24 +82,20 @@ def check_launch(run: RunArguments) -> Iterator[str]:
             f"launched with {launched} processes, but each would train alone ({args.parallel_mode.value}): start it "
             "with run_distributed.sh, and on a machine without GPUs add --use_cpu true."
         )
-    yield from ()
 
 
-def check_visible(run: RunArguments) -> Iterator[str]:
+def check_visible(run: RunArguments) -> None:
     """Refuse a launch of a single process on several GPUs, or with FSDP."""
     check_gpus(run.training.n_gpu)
     check_shared_out(run.training, run.training.world_size)
-    yield from ()
 
 
 def check_shared_out(args: RewardTrainingArguments, ranks: int) -> None:
-    """Refuse FSDP for a single process."""
     if args.fsdp and ranks == 1 and not args.use_cpu:
         raise ConfigError("fsdp shares out the weights among processes, and this is one: remove it, or start several.")
 
 
 def check_gpus(count: int) -> None:
-    """Refuse a single process that would leave GPUs unused."""
     if count > 1:
         raise ConfigError(
             f"{count} GPUs are visible to one process: start it with run_distributed.sh --gpus {count}, or set "
@@ -131,18 +125,13 @@ def check_required(run: RunArguments) -> Iterator[str]:
         check_wandb()
     if args.push_to_hub:
         raise ConfigError("push_to_hub does not work here: upload the trained model with vlmrm export --push_to_hub.")
-    yield from check_optimizer(args, run.written)
+    check_optimizer(args, run.written)
     if run.model.load_in_4bit:
+        from vlmrm.modeling.quantization import quantization_config
+
         quantization_config(run.model)
         if args.use_cpu:
             yield "load_in_4bit on a CPU saves memory and no time: each layer is unpacked whenever it is used"
-    if args.learning_rate == 0:
-        yield "learning_rate is 0: nothing is learned"
-    if 0 < args.max_steps <= args.warmup_steps:
-        yield (
-            f"warmup_steps {args.warmup_steps:g} is not below max_steps {args.max_steps}: the learning rate never "
-            "reaches its value"
-        )
 
 
 def check_wandb() -> None:
@@ -159,26 +148,20 @@ def check_wandb() -> None:
         raise ConfigError(f"report_to: wandb cannot log in ({first_line(error).rstrip('.')}): {otherwise}") from error
 
 
-def check_engine(run: RunArguments) -> Iterator[str]:
+def check_engine(run: RunArguments) -> None:
     """Refuse parts of a run that its engine does not carry, and FSDP where transformers would ignore it."""
     args = run.training
     check_combination(run.model, args)
     if args.fsdp and args.device.type == "cpu":
         raise ConfigError("fsdp does not run on a CPU: remove it, or use deepspeed: zero2.json.")
-    if args.deepspeed and args.device.type == "cpu":
-        for tool in ("ninja", os.environ.get("CXX", "c++")):
-            if shutil.which(tool) is None:
-                raise ConfigError(
-                    f"deepspeed compiles a part of itself for a CPU, and there is no {tool}: install it (Debian: apt "
-                    "install g++ ninja-build), or remove deepspeed."
-                )
-    yield from ()
 
 
 def check_best(args: RewardTrainingArguments) -> None:
     """Refuse a metric that no evaluation has: HF would fail after the first evaluation, with all steps lost."""
     if args.metric_for_best_model is None or args.eval_strategy == "no":
         return
+    from vlmrm.measures.analysis import trl_summary
+
     no_pairs = pd.DataFrame({"chosen_score": [], "rejected_score": [], "tie": []})
     metrics = [*trl_summary(no_pairs), *(name for names in LOGGED.values() for name in names if args.probe_samples)]
     metric = args.metric_for_best_model.removeprefix("eval_")
@@ -228,7 +211,7 @@ def check_ignored(run: RunArguments) -> Iterator[str]:
             raise ConfigError(f"{split} does nothing for a file ({files[0]}): remove it.")
 
 
-def check_output(run: RunArguments) -> Iterator[str]:
+def check_output(run: RunArguments) -> None:
     """Refuse an `output_dir` that a training did not make and that is not empty."""
     folder = Path(run.training.output_dir)
     if run.training.process_index or not folder.is_dir() or (folder / TRAINING_LOCK).exists():
@@ -239,7 +222,6 @@ def check_output(run: RunArguments) -> Iterator[str]:
         raise ConfigError(
             f"output_dir {folder} holds {names[0]} and was not made by a training: name a new or an empty folder."
         )
-    yield from ()
 
 
 def check_bfloat16(run: RunArguments) -> Iterator[str]:
@@ -268,44 +250,23 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
-def problems(run: RunArguments) -> tuple[list[VlmrmError], list[str]]:
-    """Return the errors of all `CHECKS`, and the remarks; one process may plan what several will do."""
-    errors: list[VlmrmError] = []
-    remarks: list[str] = []
-    for check in (check for check in CHECKS if check is not check_visible):
-        try:
-            remarks += check(run)
-        except VlmrmError as error:
-            errors.append(error)
-    return errors, remarks
-
-
 # Once the model is open ----------------------------------------------------------------------------------------------
 
 
 def checkpoint_bytes(model: torch.nn.Module, args: RewardTrainingArguments, *, adapter: bool) -> int:
     """Return the size of one checkpoint: the weights, or of an adapter the trained ones, and the optimizer's state."""
-    weights = [weight for weight in model.parameters() if weight.requires_grad or not adapter]
-    trained = [weight for weight in model.parameters() if weight.requires_grad]
-    master = 4 if args.deepspeed and not args.save_only_model else 0  # DeepSpeed's float32 copies
-    # FSDP resumes from a copy of its own.
-    copies = 2 if args.fsdp and not args.save_only_model else 1
-    size = copies * sum(_numel(weight) * weight.element_size() for weight in weights)
-    kept = (optimizer_bytes(args.optim, 4 if args.deepspeed else weight.element_size()) for weight in trained)
-    return size + sum(
-        int(_numel(weight) * (master + state * (not args.save_only_model)))
-        for weight, state in zip(trained, kept, strict=True)
-    )
-
-
-def _numel(weight: Any) -> int:
-    return getattr(weight, "ds_numel", weight.numel())  # ZeRO-3 empties the shape
+    resumable = not args.save_only_model
+    size = 0.0
+    for weight in (weight for weight in model.parameters() if weight.requires_grad or not adapter):
+        each = weight.element_size() * (2 if args.fsdp and resumable else 1)  # FSDP resumes from a copy of its own
+        if weight.requires_grad and resumable:  # DeepSpeed has float32 copies
+            each += 4 + optimizer_bytes(args.optim) if args.deepspeed else optimizer_bytes(args.optim, weight.itemsize)
+        size += each * getattr(weight, "ds_numel", weight.numel())  # ZeRO-3 empties the shape
+    return int(size)
 
 
 def check_disk(folder: Path, needed: int, saves: int) -> Iterator[str]:
     """Refuse a disk without room for one checkpoint; remark on one without room for `saves` of them."""
-    while not folder.exists():
-        folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise TrainingError(

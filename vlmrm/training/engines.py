@@ -1,4 +1,4 @@
-"""Engines: what a run is shared out with among its ranks, as its keys say or accelerate's environment.
+"""Engines: what a run is shared out with among its ranks, as its keys say, and what FSDP2 must know of a reward model.
 
 Keys and combinations that would train something else, or nothing, are refused by name.
 """
@@ -12,14 +12,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.dataclasses import get_module_class_from_name
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from vlmrm.config import NO_ENGINE
 from vlmrm.errors import ConfigError, first_line
+from vlmrm.libraries import relies_on
+from vlmrm.modeling.head import Float32Linear
 from vlmrm.settings import did_you_mean
 
 if TYPE_CHECKING:
     from vlmrm.modeling.arguments import ModelArguments
+    from vlmrm.modeling.reward_model import RewardModel
     from vlmrm.training.arguments import RewardTrainingArguments
 
 ON = ("true", "full_shard", "full_shard auto_wrap")  # values of `fsdp`, the last two of transformers 4
@@ -130,23 +139,16 @@ def check_engine_files(args: RewardTrainingArguments) -> None:
         )
 
 
-# Keys of activation_checkpointing_kwargs: those of transformers, which older versions lack, and of
-# torch.utils.checkpoint.
+# Keys of activation_checkpointing_kwargs that are transformers' own, not torch.utils.checkpoint's.
 LAYER_KEYS = ("every_n_layers", "offload") if hasattr(PreTrainedModel, "activation_checkpointing_enable") else ()
-CHECKPOINTING_KEYS = (*LAYER_KEYS, "use_reentrant", "preserve_rng_state", "determinism_check")
 
 
 def check_checkpointing(args: RewardTrainingArguments) -> None:
-    """Refuse keys of activation checkpointing that torch does not know, and offloading with nothing to save."""
+    """Refuse keys of activation checkpointing read by nobody before a step, and offloading with nothing to save."""
     keys: Any = args.gradient_checkpointing_kwargs or {}  # as the newer key says, where it is the one that is set
-    for key in keys:
-        if key not in CHECKPOINTING_KEYS:
-            raise ConfigError(f"activation_checkpointing_kwargs has {key}{did_you_mean(key, CHECKPOINTING_KEYS)}")
-    layers = keys.get("every_n_layers", 1)
-    if not isinstance(layers, int) or layers < 1:
-        raise ConfigError(
-            f"activation_checkpointing_kwargs: every_n_layers is {layers}: write a whole number above 0."
-        )
+    known = (*LAYER_KEYS, "use_reentrant", "preserve_rng_state", "determinism_check")
+    if unknown := next((key for key in keys if key not in known), None):
+        raise ConfigError(f"activation_checkpointing_kwargs has {unknown}{did_you_mean(unknown, known)}")
     for name, value in {"activation_offloading": args.activation_offloading, "offload": keys.get("offload")}.items():
         if value and args.use_cpu:
             raise ConfigError(f"{name} moves activations to the CPU: without a GPU, remove it.")
@@ -213,3 +215,74 @@ def check_combination(model: ModelArguments, args: RewardTrainingArguments) -> N
         if used and engine in engines:
             key = "fsdp" if engine == "FSDP2" else f"deepspeed ({engine})"
             raise ConfigError(f"{part} does not work with {key}: {instead}.")
+
+
+# FSDP2 ---------------------------------------------------------------------------------------------------------------
+#
+# accelerate shards the model (`fsdp2_prepare_model`) and saves it whole: a checkpoint is that of any other run.
+
+relies_on(
+    FullyShardedDataParallelPlugin,
+    attributes=("mixed_precision_policy", "transformer_cls_names_to_wrap", "cpu_ram_efficient_loading"),
+)
+
+
+def describe(plugin: Any, model: nn.Module, reward_model: RewardModel, half: torch.dtype | None) -> None:
+    """Tell accelerate's plugin what to shard apart and what to compute in `half` (None: in float32).
+
+    `model` is `reward_model`, or the adapters around it. Call it before accelerate prepares the model.
+    """
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise ConfigError("fsdp needs torch 2.15 or newer: install it, or use deepspeed: zero3.json.")
+    if plugin.transformer_cls_names_to_wrap is None:
+        # Of the classes that transformers never splits: it also names those of other models of the family.
+        names = sorted(getattr(model, "_no_split_modules", None) or ())
+        present = [name for name in names if get_module_class_from_name(model, name) is not None]
+        plugin.transformer_cls_names_to_wrap = present
+    lists = [module for module in reward_model.language_model.modules() if isinstance(module, nn.ModuleList)]
+    apart = plugin.transformer_cls_names_to_wrap
+    if not any(type(layer).__name__ in apart for layers in lists for layer in layers):
+        raise ConfigError(
+            f"fsdp: {type(reward_model).__name__} does not say which of its layers are sharded apart: name their "
+            "class in fsdp_config as transformer_layer_cls_to_wrap, or use deepspeed: zero3.json."
+        )
+    saved = model.state_dict().keys()
+    kept = [name for name, _ in model.named_buffers() if name in saved]
+    if plugin.cpu_ram_efficient_loading and kept:
+        raise ConfigError(
+            f"fsdp_config: cpu_ram_efficient_loading does not carry {kept[0]} of {type(reward_model).__name__}: "
+            "remove it, and every process reads the weights."
+        )
+    plugin.mixed_precision_policy = precision(model, half)
+
+
+def precision(model: nn.Module, half: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Return the types that FSDP computes in: layers in `half`, the head and sums of gradients in float32.
+
+    accelerate's own policy would round scores and gradients to `half`. Inputs stay as they are: to cast them, torch
+    makes every layer a copy of the row's layout, and rounds positions.
+    """
+
+    def keep(weight: nn.Parameter) -> torch.dtype | None:
+        heads = [module for module in model.modules() if isinstance(module, Float32Linear)]
+        return weight.dtype if any(weight is own for head in heads for own in head.parameters(False)) else None
+
+    return MixedPrecisionPolicy(
+        param_dtype=half,
+        reduce_dtype=None if half is None else torch.float32,
+        output_dtype=None,
+        cast_forward_inputs=False,
+        param_dtype_override_fn=keep if half is not None else None,
+    )
+
+
+def reduce_all(model: Any, reward_model: RewardModel) -> None:
+    """Let ranks reduce the gradients of weights that their batches do not reach: they would wait for ever."""
+    if not reward_model.family.trains_all:
+        model.set_reduce_scatter_unused_params(True)
+
+
+def own_part(weight: Any) -> torch.Tensor:
+    """Return what this rank holds of a weight: under ZeRO-3 and FSDP2 a part of it."""
+    weight = getattr(weight, "ds_tensor", weight)
+    return weight.to_local() if isinstance(weight, DTensor) else weight

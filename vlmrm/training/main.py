@@ -9,11 +9,11 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import transformers
@@ -24,12 +24,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.batching.collator import plain_worker_errors
 from vlmrm.batching.media import blank_image
-from vlmrm.config import Configuration
-from vlmrm.data.arguments import DataArguments
-from vlmrm.data.canonical import write_held_out
 from vlmrm.data.comparisons import IrrelevantQueries, load_train_and_eval
-from vlmrm.data.tables import name_tables
 from vlmrm.errors import ConfigError, Interrupted, Preempted, TrainingError, first_line
+from vlmrm.files import write_json
 from vlmrm.logs import start_log
 from vlmrm.modeling import (
     batcher_for,
@@ -37,9 +34,7 @@ from vlmrm.modeling import (
     freeze,
     load_for_training,
     load_processor,
-    lora_config,
     provenance,
-    quantization_config,
     save_reward_files,
     sequence_limit,
 )
@@ -47,38 +42,24 @@ from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, is_finished, local_folder, read_json_of, weights_digest
 from vlmrm.modeling.parts import IN_WORDS, trained_by_part
-from vlmrm.modeling.quantization import describe, keep_trainable, quantized_layers
 from vlmrm.modeling.reward_model import RewardModel
-from vlmrm.modeling.sight import prove_sight
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.callbacks import ProbedDataset, SightCallback
 from vlmrm.training.checks import CHECKS, RunArguments, check_disk, check_gpus, checkpoint_bytes
-from vlmrm.training.engines import engine_environment, reads_weights_once
-from vlmrm.training.folder import output_lock
-from vlmrm.training.optimizer import rate_of
-from vlmrm.training.resume import (
+from vlmrm.training.engines import reads_weights_once
+from vlmrm.training.folder import (
+    SETTINGS,
     check_base,
     check_settings,
     checkpoint_to_resume,
     from_first_rank,
     plain_rank_errors,
-    save_settings,
     training_settings,
 )
-from vlmrm.training.survey import (
-    can_evaluate,
-    can_train,
-    check_survey,
-    few_prompts,
-    shared_prompts,
-    survey,
-)
+from vlmrm.training.optimizer import rate_of
 from vlmrm.training.trainer import DROPPED_ROWS, ComparisonTrainer
 
 logger = logging.getLogger("vlmrm")
-
-T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 NOTHING_LEFT = "%s was the last step of this training already: nothing was left to train"
@@ -92,35 +73,189 @@ class TrainingResult:
     metrics: dict[str, Any]
 
 
-@engine_environment()
-def train(config: Configuration = (), /, **keys: Any) -> TrainingResult:
-    """Train a reward model, as `vlmrm train` does.
+class Run:
+    """A training: its keys are parsed, then it is checked, opened, trained and closed.
 
-        load_scorer(train("mine.yaml", learning_rate=1e-5).model_dir)
-
-    Args:
-        config: a YAML or JSON file, a mapping of keys to values, or the words of a command line.
-        keys: keys of the configuration, which override those of `config`. `dataset_path` and `eval_dataset_path` may
-            be a `datasets.Dataset`.
-
-    Raises:
-        VlmrmError: with one sentence for everything a user can mend; `Preempted` after a save on SIGTERM.
+    Attributes:
+        settings: every key, with fingerprints of data and model.
+        base_digest: by which adapters know their base; None where none is trained.
+        checkpoint: what it goes on from; None where it begins.
+        trainer: once it is open.
     """
-    config = name_tables(config) if isinstance(config, Mapping) else config
-    arguments = RunArguments.parse(config, "train_rm.py", **name_tables(keys))
-    log_path = start_log("train")
-    check_before(arguments)
-    with output_lock(arguments.training), plain_rank_errors():
-        return train_in_folder(arguments, log_path)
 
+    def __init__(self, keys: RunArguments):
+        self.keys = keys
+        self.model_args, self.data_args, self.args = keys.model, keys.data, keys.training
+        self.checkpoint: Path | None = None
+        self.metrics: dict[str, Any] = {}
+        self.trainer: Any = None
 
-def check_before(arguments: RunArguments) -> None:
-    """Refuse a launch or a configuration that cannot work, before any file is written, and log remarks on others."""
-    end_with_launcher()
-    launch_alone(arguments.training)
-    for check in CHECKS:
-        for remark in check(arguments):
-            logger.warning(remark)
+    def start_log(self) -> None:
+        self.log_path = start_log("train")
+
+    def check(self) -> None:
+        """Refuse a launch, keys or sources that cannot work, before any file is written, and log remarks on others."""
+        end_with_launcher()
+        launch_alone(self.args)
+        for check in CHECKS:
+            for remark in check(self.keys) or ():
+                logger.warning(remark)
+        keys, args = self.model_args, self.args
+        transformers.set_seed(args.seed)
+        self.processor = load_processor(keys.model_name_or_path, keys.model_revision, args.trust_remote_code)
+        self.settings = training_settings(keys, self.data_args, args)
+        self.base_digest = from_first_rank(lambda: base_digest(keys))
+
+    def resume(self) -> bool:
+        """Choose the checkpoint that the run goes on from, compare both, and return whether there are steps left."""
+        self.checkpoint = checkpoint = checkpoint_to_resume(self.args)
+        if checkpoint is None:
+            return True
+        if changes := check_settings(checkpoint, self.settings):
+            logger.info("Changed since %s: %s", checkpoint.name, ", ".join(changes))
+        check_base(checkpoint, str(self.model_args.model_name_or_path), self.base_digest)
+        if 0 < self.args.max_steps <= steps_of(checkpoint) and is_finished(self.args.output_dir):
+            # HF would train one more step before it looks at max_steps.
+            logger.warning(NOTHING_LEFT, checkpoint)
+            return False
+        return True
+
+    def open(self, make: Callable[..., Any] = ComparisonTrainer, **more: Any) -> None:
+        """Open data and model, and `make` the trainer, a `ComparisonTrainer`, with them and `more`."""
+        from vlmrm.modeling import lora_config
+
+        keys, args = self.model_args, self.args
+        train_dataset, eval_dataset = load_train_and_eval(self.data_args)
+        # Before weights are read.
+        from_first_rank(lambda: check_data(self.keys, self.processor, train_dataset, eval_dataset))
+        model = build_model(keys, args, self.processor)
+        if eval_dataset is not None and self.data_args.eval_fraction and args.process_index == 0:
+            from vlmrm.data.canonical import write_held_out
+
+            write_held_out(eval_dataset, Path(args.output_dir))
+        if eval_dataset is not None and args.probe_samples:
+            from vlmrm.training.probe import ProbedDataset
+
+            eval_dataset = ProbedDataset(eval_dataset, args.probe_samples, self.data_args.split_seed)
+        made = build_trainer(
+            make,
+            model=model,
+            args=args,
+            processor=self.processor,
+            collator=build_collator(self.keys, model, self.processor, train_dataset),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            peft_config=lora_config(keys, model) if keys.use_peft else None,
+            save_extras=partial(self._save_extras, head=model.config.reward_head),
+            **more,
+        )
+        self.trainer = trainer = made or self.trainer
+        if args.save_strategy != "no":
+            needed = checkpoint_bytes(model, args, adapter=keys.use_peft)
+            for remark in check_disk(Path(args.output_dir), needed, args.save_total_limit or 1):
+                logger.warning(remark)
+        if not keys.check_sight:
+            logger.warning("check_sight: false: nothing checks that %s sees images", keys.model_name_or_path)
+        trainer.prove_sight = self._prove_sight if keys.check_sight else None
+        if keys.vision_cache_dir is not None:  # adapters have frozen the model by now
+            model.use_vision_cache(keys.vision_cache_dir, keys.vision_cache_gb)
+            # No optimizer misses a frozen tower; but under ZeRO-3 ranks gather its weights together or not at all.
+            if not is_deepspeed_zero3_enabled():
+                model.touch_vision = None
+
+    def _save_extras(self, folder: Path, head: Any) -> None:
+        """Write the files that scoring and resuming need beside the weights in `folder`."""
+        source = {
+            "base_model": self.model_args.model_name_or_path,
+            "base_revision": self.model_args.model_revision,
+            "data": self.settings["dataset_path_content"],
+            "seed": self.args.seed,
+        }
+        save_reward_files(
+            folder,
+            processor=self.processor,
+            head=head,
+            shown=self.data_args.input_record(),
+            provenance=provenance(source),
+            base_digest=self.base_digest,
+        )
+        write_json(folder / SETTINGS, self.settings)
+
+    def _prove_sight(self) -> None:
+        """Prove sight of the model as wrapped for this run: under ZeRO-3 and FSDP only the wrapper has all weights."""
+        from vlmrm.modeling.sight import prove_sight
+
+        trainer = self.trainer
+        wrapped = trainer.model_wrapped if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled else trainer.model
+
+        def run(inputs: dict[str, Any]) -> None:
+            with trainer.compute_loss_context_manager():
+                wrapped(**trainer._prepare_inputs(inputs))
+
+        keys = self.model_args
+        prove_sight(
+            trainer.reward_model, self.processor, name=keys.model_name_or_path, batching=keys.batching, run=run
+        )
+
+    def _report_start(self) -> None:
+        """Log the size of the run, and of each part that is trained with its learning rate."""
+        parts = {
+            part: sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)  # ZeRO-3 empties the shape
+            for part, weights in trained_by_part(self.trainer.reward_model).items()
+        }
+        if not any(parts.values()):
+            raise TrainingError("nothing is left to train: unfreeze a part of the model.")
+        trained = [
+            f"{IN_WORDS[part]} {count / 1e6:.3g} M at {rate_of(self.args, {'part': part}):g}"
+            for part, count in parts.items()
+            if count
+        ]
+        rows = self.trainer.train_dataset
+        logger.info(
+            "Training %.4g M parameters (%s) on %s comparisons; log: %s, checkpoints: %s",
+            sum(parts.values()) / 1e6, ", ".join(trained), len(rows) if isinstance(rows, Sized) else "a stream of",
+            self.log_path, self.args.output_dir,
+        )  # fmt: skip
+
+    def train(self) -> None:
+        """Train, and save the last model, or with `load_best_model_at_end` the best one."""
+        self._report_start()
+        args, trainer, checkpoint = self.args, self.trainer, self.checkpoint
+        trainer.row_tally.trained_before = checkpoint is not None
+        done_before = -1 if checkpoint is None else steps_of(checkpoint)  # the checkpoint may be gone at the end
+        try:
+            with plain_worker_errors(), plain_rank_errors():
+                # HF's own loop: `RewardTrainer.train` calls this method.
+                result = Trainer.train(trainer, None if checkpoint is None else str(checkpoint))
+        except KeyboardInterrupt as error:
+            raise Interrupted(interruption(args, trainer.state.global_step)) from error
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            where = "the accelerator" if isinstance(error, torch.OutOfMemoryError) else "this machine"
+            raise TrainingError(
+                f"{where} is out of memory: lower per_device_train_batch_size, max_pixels or max_seq_length, or "
+                "use deepspeed: zero3.json, and resume from the last checkpoint where there is one."
+            ) from error
+        trainer.row_tally.report()
+        if trainer.state.global_step == done_before:
+            logger.warning(NOTHING_LEFT, checkpoint)
+        if trainer.preemption.stopped_at is not None:
+            if trainer.row_tally.nothing_trained():
+                raise Preempted(
+                    "stopped by SIGTERM before any row was trained on, so nothing was saved: start it again, and see "
+                    f"*_{DROPPED_ROWS} of {args.output_dir} for the rows that were left out."
+                )
+            raise Preempted(
+                f"stopped by SIGTERM after saving {args.output_dir}/checkpoint-{trainer.preemption.stopped_at}: "
+                "continue with --resume_from_checkpoint auto."
+            )
+        trainer.save_final(model_dir_of(args))
+        logger.info("The trained reward model is in %s", model_dir_of(args))
+        self.metrics = {**result.metrics, "best_metric": trainer.state.best_metric}
+
+    def close(self) -> TrainingResult:
+        return TrainingResult(model_dir_of(self.args), self.metrics)
 
 
 def end_with_launcher() -> None:
@@ -130,11 +265,7 @@ def end_with_launcher() -> None:
 
 
 def launch_alone(args: RewardTrainingArguments) -> None:
-    """Set the environment variables of a launcher with one process: without them DeepSpeed needs mpi4py.
-
-    Raises:
-        ConfigError: when that process would leave other GPUs unused.
-    """
+    """Set the environment variables of a launcher with one process: without them DeepSpeed needs mpi4py."""
     if args.deepspeed and "RANK" not in os.environ and importlib.util.find_spec("mpi4py") is None:
         if not args.use_cpu:
             check_gpus(torch.accelerator.device_count())
@@ -143,115 +274,6 @@ def launch_alone(args: RewardTrainingArguments) -> None:
             port = probe.getsockname()[1]
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def train_in_folder(arguments: RunArguments, log_path: Path | None) -> TrainingResult:
-    """Train, with `output_dir` locked."""
-    resume_from = checkpoint_to_resume(arguments.training)
-    sources = open_sources(arguments)
-    if resume_from is not None and not check_resumed(resume_from, sources, arguments):
-        return TrainingResult(model_dir_of(arguments.training), {})
-    trainer = construct(ComparisonTrainer, sources, arguments)
-    complete(trainer, arguments)
-    report_start(trainer, log_path)
-    return run(trainer, resume_from)
-
-
-@dataclass(frozen=True)
-class Sources:
-    """What a run starts from: the processor, every key with the fingerprints of data and model, the base's digest."""
-
-    processor: Any
-    settings: dict[str, Any]
-    base_digest: str | None
-
-
-def open_sources(arguments: RunArguments) -> Sources:
-    """Seed the run, open its processor and fingerprint what it reads."""
-    model_args, data_args, args = arguments.model, arguments.data, arguments.training
-    transformers.set_seed(args.seed)
-    processor = load_processor(model_args.model_name_or_path, model_args.model_revision, args.trust_remote_code)
-    settings = training_settings(model_args, data_args, args)
-    return Sources(processor, settings, from_first_rank(lambda: base_digest(arguments.model)))
-
-
-def check_resumed(checkpoint: Path, sources: Sources, arguments: RunArguments) -> bool:
-    """Compare a run with the checkpoint that it resumes; return whether there are steps left to train."""
-    args = arguments.training
-    changes = check_settings(checkpoint, sources.settings)
-    if changes:
-        logger.info("Changed since %s: %s", checkpoint.name, ", ".join(changes))
-    check_base(checkpoint, str(arguments.model.model_name_or_path), sources.base_digest)
-    if 0 < args.max_steps <= steps_of(checkpoint) and is_finished(args.output_dir):
-        # HF would train one more step before it looks at max_steps.
-        logger.warning(NOTHING_LEFT, checkpoint)
-        return False
-    return True
-
-
-def construct(make: Callable[..., T], sources: Sources, arguments: RunArguments, **more: Any) -> T:
-    """Open data and model, and call `make`, the constructor of `ComparisonTrainer`, with them and `more`."""
-    model_args, data_args, args, processor = arguments.model, arguments.data, arguments.training, sources.processor
-    train_dataset, eval_dataset = load_train_and_eval(data_args)
-    from_first_rank(lambda: check_data(arguments, processor, train_dataset, eval_dataset))  # before weights are read
-    model = build_model(model_args, args, processor)
-    return build_trainer(
-        make,
-        model=model,
-        args=args,
-        processor=processor,
-        collator=build_collator(arguments, model, processor, train_dataset),
-        train_dataset=train_dataset,
-        eval_dataset=probed(eval_dataset, args, data_args),
-        peft_config=lora_config(model_args, model) if model_args.use_peft else None,
-        save_extras=partial(
-            save_extras,
-            settings=sources.settings,
-            processor=processor,
-            head=model.config.reward_head,
-            shown=data_args.input_record(),
-            provenance=provenance(
-                {
-                    "base_model": model_args.model_name_or_path,
-                    "base_revision": model_args.model_revision,
-                    "data": sources.settings["dataset_path_content"],
-                    "seed": args.seed,
-                }
-            ),
-            base_digest=sources.base_digest,
-        ),
-        **more,
-    )
-
-
-def build_trainer(make: Callable[..., T], **arguments: Any) -> T:
-    """Return what a constructor of trainers makes; HF's refusals of combinations of keys become our errors.
-
-    Raises:
-        ConfigError: with HF's reason.
-    """
-    try:
-        return make(**arguments)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"the trainer cannot be made: {first_line(error).rstrip('.')}.") from error
-
-
-def complete(trainer: ComparisonTrainer, arguments: RunArguments) -> None:
-    """Check the trainer's engine and disk, have it prove sight once it is on its devices, give it the vision cache."""
-    model_args, args = arguments.model, arguments.training
-    check_engine(args, trainer)
-    if args.save_strategy != "no":
-        needed = checkpoint_bytes(trainer.reward_model, args, adapter=model_args.use_peft)
-        for remark in check_disk(Path(args.output_dir), needed, args.save_total_limit or 1):
-            logger.warning(remark)
-    if model_args.check_sight:
-        trainer.add_callback(SightCallback(partial(prove_sight_of, trainer, model_args)))
-    else:
-        logger.warning("check_sight: false: nothing checks that %s sees images", model_args.model_name_or_path)
-    cache_vision(trainer.reward_model, model_args)
-    if arguments.data.eval_fraction and args.process_index == 0:
-        rows = trainer.eval_dataset
-        write_held_out(rows.dataset if isinstance(rows, ProbedDataset) else rows, Path(args.output_dir))
 
 
 def base_digest(model_args: ModelArguments) -> str | None:
@@ -263,6 +285,8 @@ def base_digest(model_args: ModelArguments) -> str | None:
 
 def build_model(model_args: ModelArguments, args: RewardTrainingArguments, processor: Any) -> RewardModel:
     """Load the reward model, with a seeded head and its frozen parts."""
+    from vlmrm.modeling.quantization import keep_trainable, quantization_config
+
     if args.deepspeed and args.use_cpu:
         # ZeRO-3 reads the number of ranks inside from_pretrained, before anything else starts the process group.
         import deepspeed
@@ -284,7 +308,6 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments, proce
     )
     if model_args.load_in_4bit:
         keep_trainable(model)
-        logger.info("4-bit: %s", describe(model, quantized_layers(model), weight_dtype(model_args, args)))
     freeze(model, vit=model_args.freeze_vit, merger=model_args.freeze_merger, llm=model_args.freeze_llm)
     # Every rank runs the vision tower on every batch, or ranks with a batch of texts would leave the others waiting.
     # A single process does too, for equal results: the optimizer skips weights without a gradient, but not those with
@@ -294,6 +317,8 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments, proce
         args.ddp_find_unused_parameters = not model.family.trains_all
     holds_weights = not is_deepspeed_zero3_enabled() and not reads_weights_once(args)
     if not model.family.tested and model_args.check_sight and holds_weights:
+        from vlmrm.modeling.sight import prove_sight
+
         # Before its batcher is made, which is for shared batches only if they are exact.
         prove_sight(model, processor, name=model_args.model_name_or_path, batching=model_args.batching)
     return model
@@ -307,27 +332,37 @@ def weight_dtype(model_args: ModelArguments, args: RewardTrainingArguments) -> t
     return half if args.deepspeed or model_args.use_peft else torch.float32
 
 
-def irrelevant_queries(args: RewardTrainingArguments, data_args: DataArguments, train_dataset) -> Any:
-    if not args.use_irrelevant_queries:
-        return None
-    return IrrelevantQueries(args.num_irrelevant_pairs, args.seed, None if data_args.streaming else train_dataset)
+def build_trainer(make: Callable[..., Any], **arguments: Any) -> Any:
+    """Return what a constructor of trainers makes; HF's refusals of combinations of keys become our errors."""
+    try:
+        return make(**arguments)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"the trainer cannot be made: {first_line(error).rstrip('.')}.") from error
 
 
 def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval_dataset: Any) -> None:
-    """Read a sample of the rows, and refuse data of which none or too little can be used.
+    """Read a sample of the rows, and refuse data of which none or too little can be used."""
+    from vlmrm.training.survey import (
+        can_evaluate,
+        can_train,
+        check_survey,
+        few_prompts,
+        shared_prompts,
+        survey,
+    )
 
-    Raises:
-        TrainingError: naming the key, the share left out, and why.
-        RowError: when a row of the sample cannot be used, and `bad_rows` or `overlong` is `error`.
-    """
     data_args, args = arguments.data, arguments.training
     collator = survey_collator(arguments, processor)
     rows = survey(train_dataset, collator, can_train, data_args.split_seed)
     check_survey(rows, "dataset_path", args.max_dropped_share, "weighs anything")
     for remark in rows.remarks(args.use_irrelevant_queries):
         logger.warning(remark)
-    if rows.rows is not None and args.dataloader_drop_last:
-        check_last_batch(rows.rows, args)
+    size = args.train_batch_size * args.world_size
+    if rows.rows is not None and args.dataloader_drop_last and rows.rows < size:
+        raise ConfigError(
+            f"dataloader_drop_last leaves out all {rows.rows} rows, which do not fill a batch of {size}: remove it, "
+            "or lower per_device_train_batch_size."
+        )
     if eval_dataset is None or args.eval_strategy == "no":
         return
     key = "eval_dataset_path" if data_args.eval_dataset_path else f"eval_fraction {data_args.eval_fraction}"
@@ -340,20 +375,6 @@ def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval
             "%d of %d evaluation prompts are among %d of the training: vlmrm leakage says which",
             both, held_out.looked, rows.looked,
         )  # fmt: skip
-
-
-def check_last_batch(rows: int, args: RewardTrainingArguments) -> None:
-    """Refuse a batch larger than the data, which `dataloader_drop_last` would drop whole.
-
-    Raises:
-        ConfigError: naming both sizes.
-    """
-    size = args.train_batch_size * args.world_size
-    if rows < size:
-        raise ConfigError(
-            f"dataloader_drop_last leaves out all {rows} rows, which do not fill a batch of {size}: remove it, or "
-            "lower per_device_train_batch_size."
-        )
 
 
 def survey_collator(arguments: RunArguments, processor: Any) -> ComparisonCollator:
@@ -369,132 +390,22 @@ def survey_collator(arguments: RunArguments, processor: Any) -> ComparisonCollat
     )
 
 
-def build_collator(
-    arguments: RunArguments, model: RewardModel, processor: Any, train_dataset: Any
-) -> ComparisonCollator:
+def build_collator(keys: RunArguments, model: RewardModel, processor: Any, train_dataset: Any) -> ComparisonCollator:
     """Return the collator of the training."""
-    data = arguments.data
+    data, args = keys.data, keys.training
+    irrelevant = None
+    if args.use_irrelevant_queries:
+        donors = None if data.streaming else train_dataset
+        irrelevant = IrrelevantQueries(args.num_irrelevant_pairs, args.seed, donors)
     return ComparisonCollator(
         Renderer(processor, MediaLimits.of(data)),
-        batcher_for(model, processor, arguments.model.batching),
+        batcher_for(model, processor, keys.model.batching),
         max_seq_length=sequence_limit(model.config, data.max_seq_length),
-        max_tokens_per_batch=arguments.model.max_tokens_per_batch,
+        max_tokens_per_batch=keys.model.max_tokens_per_batch,
         overlong=data.overlong,
         bad_rows=data.bad_rows,
-        irrelevant=irrelevant_queries(arguments.training, data, train_dataset),
+        irrelevant=irrelevant,
     )
-
-
-def probed(eval_dataset: Any, args: RewardTrainingArguments, data_args: DataArguments) -> Any:
-    """Return the evaluation set, with its probe where `probe_samples` sets one."""
-    if eval_dataset is None or not args.probe_samples:
-        return eval_dataset
-    return ProbedDataset(eval_dataset, args.probe_samples, data_args.split_seed)
-
-
-def save_extras(folder: Path, settings: dict[str, Any], **reward_files: Any) -> None:
-    """Write the files that scoring and resuming need beside the weights in `folder`."""
-    save_reward_files(folder, **reward_files)
-    save_settings(folder, settings)
-
-
-def check_engine(args: RewardTrainingArguments, trainer: ComparisonTrainer) -> None:
-    """Refuse an engine that is set but not active: HF's trainer silently replaces FSDP by plain DDP."""
-    if args.fsdp and not trainer.is_fsdp_enabled:
-        raise ConfigError("fsdp is set but does not run on this device: remove it, or use deepspeed: zero2.json.")
-    if args.deepspeed and not trainer.is_deepspeed_enabled:
-        raise ConfigError("deepspeed is set but not active: check that it is installed, and its configuration's path.")
-
-
-def prove_sight_of(trainer: ComparisonTrainer, model_args: ModelArguments) -> None:
-    """Prove sight of the model as wrapped for this run: under ZeRO-3 and FSDP only the wrapper has all weights."""
-    engine = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
-    wrapped: Any = trainer.model_wrapped if engine else trainer.model
-
-    def run(inputs: dict[str, Any]) -> None:
-        with trainer.compute_loss_context_manager():
-            wrapped(**trainer._prepare_inputs(inputs))
-
-    prove_sight(
-        trainer.reward_model,
-        cast(Any, trainer.processing_class),
-        name=model_args.model_name_or_path,
-        batching=model_args.batching,
-        run=run,
-    )
-
-
-def cache_vision(model, model_args: ModelArguments) -> None:
-    """Use `vision_cache_dir`, if set. Call it after the trainer was made: adapters have frozen the model by then."""
-    if model_args.vision_cache_dir is None:
-        return
-    model.use_vision_cache(model_args.vision_cache_dir, model_args.vision_cache_gb)
-    # The optimizer never misses a frozen tower; but under ZeRO-3 ranks gather its weights together or not at all.
-    if not is_deepspeed_zero3_enabled():
-        model.touch_vision = None
-
-
-def report_start(trainer: ComparisonTrainer, log_path: Path | None) -> None:
-    """Log the size of the run, and of each part that is trained with its learning rate.
-
-    Raises:
-        TrainingError: when no weight is trained.
-    """
-    parts = {
-        part: sum(getattr(weight, "ds_numel", weight.numel()) for weight in weights)  # ZeRO-3 empties the shape
-        for part, weights in trained_by_part(trainer.reward_model).items()
-    }
-    if not any(parts.values()):
-        raise TrainingError("nothing is left to train: unfreeze a part of the model.")
-    args = trainer.args
-    trained = [
-        f"{IN_WORDS[part]} {count / 1e6:.3g} M at {rate_of(args, {'part': part}):g}"
-        for part, count in parts.items()
-        if count
-    ]
-    rows = len(trainer.train_dataset) if isinstance(trainer.train_dataset, Sized) else "a stream of"
-    logger.info(
-        "Training %.4g M parameters (%s) on %s comparisons; log: %s, checkpoints: %s",
-        sum(parts.values()) / 1e6, ", ".join(trained), rows, log_path, args.output_dir,
-    )  # fmt: skip
-
-
-def run(trainer: ComparisonTrainer, resume_from: Path | None) -> TrainingResult:
-    """Train, then save the last model, or with `load_best_model_at_end` the best one."""
-    args = trainer.args
-    trainer.row_tally.trained_before = resume_from is not None
-    done_before = -1 if resume_from is None else steps_of(resume_from)  # the checkpoint may be gone at the end
-    try:
-        with plain_worker_errors(), plain_rank_errors():
-            # HF's own loop: `RewardTrainer.train` calls this function.
-            result = Trainer.train(trainer, None if resume_from is None else str(resume_from))
-    except KeyboardInterrupt as error:
-        raise Interrupted(interruption(args, trainer.state.global_step)) from error
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        where = "the accelerator" if isinstance(error, torch.OutOfMemoryError) else "this machine"
-        raise TrainingError(
-            f"{where} is out of memory: lower per_device_train_batch_size, max_pixels or max_seq_length, or "
-            "use deepspeed: zero3.json, and resume from the last checkpoint where there is one."
-        ) from error
-    trainer.row_tally.report()
-    if trainer.state.global_step == done_before:
-        logger.warning(NOTHING_LEFT, resume_from)
-    if trainer.preemption.stopped_at is not None:
-        if trainer.row_tally.nothing_trained():
-            raise Preempted(
-                "stopped by SIGTERM before any row was trained on, so nothing was saved: start it again, and see "
-                f"*_{DROPPED_ROWS} of {args.output_dir} for the rows that were left out."
-            )
-        raise Preempted(
-            f"stopped by SIGTERM after saving {args.output_dir}/checkpoint-{trainer.preemption.stopped_at}: "
-            "continue with --resume_from_checkpoint auto."
-        )
-    model_dir = model_dir_of(args)
-    trainer.save_final(model_dir)
-    logger.info("The trained reward model is in %s", model_dir)
-    return TrainingResult(model_dir, {**result.metrics, "best_metric": trainer.state.best_metric})
 
 
 def is_out_of_memory(error: BaseException) -> bool:

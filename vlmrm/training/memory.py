@@ -1,25 +1,36 @@
-"""The memory of a training process: what it needs, by the model's configuration alone, and what is free for it."""
+"""The memory of a training process: what it needs, by the model's configuration alone, and what is free for it.
+
+A forward and backward pass is traced without its numbers. The weights, and every float that is computed with them, are
+fake: they have a shape and a type, and take no memory. Integers are real, so that whatever reads a length, a grid or a
+place in a row goes as in a training. A dispatch mode sees each operation and counts the storages that live.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from vlmrm.errors import first_line
+from vlmrm.libraries import relies_on
 from vlmrm.modeling import batcher_for, lora_config, reward_model_class
 from vlmrm.modeling.checkpoint import read_config
-from vlmrm.modeling.freezing import freeze
+from vlmrm.modeling.parts import freeze
 from vlmrm.modeling.quantization import layers_to_quantize
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.checks import RunArguments
@@ -27,15 +38,18 @@ from vlmrm.training.engines import ENGINES, LAYER_KEYS, engine_of
 from vlmrm.training.main import build_collator, weight_dtype
 from vlmrm.training.optimizer import optimizer_bytes
 from vlmrm.training.survey import Survey
-from vlmrm.training.tracing import trace_step
 
 logger = logging.getLogger("vlmrm")
+
+relies_on(FakeTensorMode.__init__, "allow_non_fake_inputs")
+relies_on(FakeTensorMode, "dispatch", overridden=["avoid_device_init"])
 
 # Bytes of a weight in 4 bits, and its share of the scales: of 8 bits for each 64 weights, of 32 bits for each 256 of
 # those (Dettmers et al. 2023, section 3).
 QUANTIZED_BYTES = 0.5 + (1 + 4 / 256) / 64
 FEW = 4  # layers that are traced, and twice as many
 LIVE_WEIGHTS = SUB_GROUP = 1e9  # that ZeRO-3 keeps gathered, and updates at a time, by default
+GRANULE = 512  # bytes; torch's allocator on CUDA rounds up to multiples of it
 
 
 @dataclass(frozen=True)
@@ -54,20 +68,6 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.rest
 
 
-@dataclass(frozen=True)
-class Shares:
-    """The shares of weights, gradients and optimizer that each rank keeps: ZeRO's stages, or FSDP2 as the third."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-
-    @classmethod
-    def of(cls, args: RewardTrainingArguments, ranks: int) -> Shares:
-        stage = min(ENGINES.index(engine_of(args)), 3)
-        return cls(*(1 / ranks if stage >= first else 1.0 for first in (3, 2, 1)))
-
-
 def estimate_memory(
     run: RunArguments, ranks: int, processor: Any = None, dataset: Any = None, rows: Survey | None = None
 ) -> Memory:
@@ -78,7 +78,10 @@ def estimate_memory(
     offloaded to the host count too. Buffers inside kernels are not known.
     """
     args, keys = run.training, run.model
-    shares, stored = Shares.of(args, ranks), weight_dtype(keys, args)
+    # The shares of weights, gradients and optimizer that each rank keeps: ZeRO's stages, or FSDP2 as the third.
+    stage = min(ENGINES.index(engine_of(args)), 3)
+    of_weights, of_gradients, of_optimizer = (1 / ranks if stage >= first else 1.0 for first in (3, 2, 1))
+    stored = weight_dtype(keys, args)
     # FSDP2 gathers float32 weights in half precision.
     computed = torch.bfloat16 if args.fsdp and args.bf16 else stored
     with without_engine(args):
@@ -87,9 +90,9 @@ def estimate_memory(
         trained = [weight for weight in model.parameters() if weight.requires_grad]
         count, gradients = sum(weight.numel() for weight in trained), sum(weight.nbytes for weight in trained) * wider
         each = 12 if args.deepspeed else optimizer_bytes(args.optim, int(gradients / count))  # with a float32 copy
-        needed = gradients * shares.gradients
+        needed = gradients * of_gradients
         # Of accumulated batches those before have left theirs.
-        share = 0.0 if args.gradient_accumulation_steps > 1 else wider * shares.gradients
+        share = 0.0 if args.gradient_accumulation_steps > 1 else wider * of_gradients
         rest = 0.0
         if processor is not None and rows is not None and rows.tokens:
             inputs = heaviest_forward(run, model, processor, dataset, rows)
@@ -102,13 +105,13 @@ def estimate_memory(
             rest = max(extrapolated(trace, model) - needed * (share > 0), 0)
     if args.deepspeed:  # its step reads gradients in float32, in ZeRO-3 by groups
         group = args.hf_deepspeed_config.get_value("zero_optimization.sub_group_size", SUB_GROUP)
-        rest = max(rest, 4 * min(count * shares.optimizer, group if shares.weights < 1 else math.inf))
-    if shares.weights < 1:
+        rest = max(rest, 4 * min(count * of_optimizer, group if of_weights < 1 else math.inf))
+    if of_weights < 1:
         rest += gathered(model, args, weights)
     return Memory(
-        weights=int(wider * weights * shares.weights),
+        weights=int(wider * weights * of_weights),
         gradients=int(needed),
-        optimizer=int(each * count * shares.optimizer),
+        optimizer=int(each * count * of_optimizer),
         rest=int(rest),
         measured=False,
         available=free_memory(run),
@@ -130,13 +133,7 @@ def extrapolated(trace: Callable[[Sequence[int]], float], model: Any) -> float:
                 value += (length - start) / start * (more - base)
             elif length > start:
                 value += trace([*few[:place], length, *few[place + 1 :]]) - base
-    except (
-        RuntimeError,
-        NotImplementedError,
-        TypeError,
-        ValueError,
-        AttributeError,
-    ) as error:  # of unknown operations
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # of unknown operations
         name = type(model).__name__
         logger.warning("activations are not in the memory: %s cannot be traced (%s)", name, first_line(error))
         return 0.0
@@ -252,3 +249,94 @@ def host_memory() -> int:
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# Tracing -------------------------------------------------------------------------------------------------------------
+
+
+class CPUFakes(FakeTensorMode):
+    """Makes fake tensors of the CPU."""
+
+    avoid_device_init = True  # else it looks for a GPU in each operation, which takes longer than the operation
+
+
+class StorageTally(TorchDispatchMode):
+    """Counts the bytes of storages that operations allocate, as long as they live.
+
+    `peak` is the most at one time, where gradients of weights count by `share`: one rank's, where ranks share them out
+    as they come. The storages of `weights` are not counted. Operations on fake tensors run in the mode `fake`.
+    """
+
+    def __init__(self, fake: FakeTensorMode, weights: Iterable[torch.Tensor], share: float):
+        super().__init__()
+        self.fake, self.share = fake, share
+        self.live = self.gradients = 0
+        self.peak = 0.0
+        self._left_out = {StorageWeakRef(weight.untyped_storage()).cdata for weight in weights}
+        self._counted: dict[int, int] = {}  # bytes by storage
+
+    def count(self, tensors: Any) -> None:
+        """Count the storages of tensors, each once."""
+        for tensor in tree_iter(tensors):
+            if not torch.is_tensor(tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = StorageWeakRef(storage).cdata
+            if key not in self._counted and key not in self._left_out:
+                self._counted[key] = size = -(-storage.nbytes() // GRANULE) * GRANULE
+                self.live += size
+                self.peak = max(self.peak, self.live - (1 - self.share) * self.gradients)
+                finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.live -= self._counted.pop(key)
+
+    def note_gradient(self, weight: torch.Tensor) -> None:
+        """Count the gradient of a weight by `share` from now on; a hook of the weight."""
+        gradient: Any = weight.grad
+        self.gradients += gradient.nbytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(value, FakeTensor) for value in tree_iter((args, kwargs))):
+            output: Any = self.fake.dispatch(func, types, args, kwargs)  # to enter the mode each time takes far longer
+        else:
+            output = func(*args, **kwargs)
+        self.count(output)
+        return output
+
+
+def trace_step(model: nn.Module, inputs: Mapping[str, Any], *, share: float = 1.0, half: bool = False) -> int:
+    """Return the bytes of one forward and backward beside the weights, at its peak: of inputs, activations, gradients.
+
+    Args:
+        model: on the meta device, ready to train; its weights become fake.
+        inputs: keywords of the model, real.
+        share: of each gradient, that a rank keeps.
+        half: run under autocast to bfloat16.
+    """
+    fake = CPUFakes(allow_non_fake_inputs=True)
+    with fake:
+        for module in model.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                empty = torch.empty(weight.shape, dtype=weight.dtype)
+                setattr(module, name, nn.Parameter(empty, requires_grad=weight.requires_grad))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+    tally = StorageTally(fake, [*model.parameters(), *model.buffers()], share)
+    for weight in (weight for weight in model.parameters() if weight.requires_grad):
+        weight.register_post_accumulate_grad_hook(tally.note_gradient)
+    inputs = tree_map_only(
+        torch.Tensor, lambda it: fake.from_tensor(it) if it.is_floating_point() else it, dict(inputs)
+    )
+    with tally:
+        tally.count(inputs)
+        run_step(model, inputs, half)
+    return int(tally.peak)
+
+
+def run_step(model: nn.Module, inputs: Mapping[str, Any], half: bool) -> None:
+    """Run a forward and a backward, with a loss that takes no memory to speak of."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        scores = model(**inputs).logits
+    scores.sum().backward()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 from vlmrm.errors import ConfigError, first_line
-from vlmrm.libraries import missing
 from vlmrm.modeling.head import Float32Linear
 from vlmrm.modeling.parts import IN_WORDS, LANGUAGE, MERGER, has_merger, trained_by_part
 from vlmrm.training.arguments import RATES, RewardTrainingArguments
@@ -109,11 +107,9 @@ def optimizer_bytes(optim: str, width: int = 4) -> float:
     return states * (4 if uses_bitsandbytes(optim) else width)
 
 
-def check_optimizer(args: RewardTrainingArguments, written: Container[str]) -> Iterator[str]:
-    """Refuse an optimizer that cannot run here, or not with this engine; remark on one that is not what it says."""
+def check_optimizer(args: RewardTrainingArguments, written: Container[str]) -> None:
+    """Refuse an optimizer that cannot run here, or not with this engine."""
     optim = OptimizerNames(args.optim).value
-    if uses_bitsandbytes(optim) and find_spec("bitsandbytes") is None:
-        raise ConfigError(missing(f"optim: {optim}", "bitsandbytes", "qlora"))
     if (uses_bitsandbytes(optim) or "bit" in optim) and (args.deepspeed or args.fsdp):
         raise ConfigError(
             f"optim: {optim} does not work with {'deepspeed' if args.deepspeed else 'fsdp'}, which hands it other "
@@ -133,8 +129,6 @@ def check_optimizer(args: RewardTrainingArguments, written: Container[str]) -> I
                     f"{', '.join(keys)}: the {section} of deepspeed's configuration goes before it, with one learning "
                     f"rate for all weights: remove {section} from that configuration."
                 )
-    if optim.startswith("paged_") and not torch.cuda.is_available():
-        yield f"optim: {optim} pages nothing without a CUDA GPU: it is {optim.removeprefix('paged_')} here"
 
 
 def keep_head_in_32_bits(optimizer: Any, model: nn.Module) -> None:

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,30 +24,20 @@ import numpy as np
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
+from vlmrm.config import Configuration
 from vlmrm.data.comparisons import load_train_and_eval
 from vlmrm.errors import TrainingError, VlmrmError
 from vlmrm.files import plain_write_errors
 from vlmrm.libraries import installed_version
-from vlmrm.modeling import load_processor, lora_config, reward_model_class
+from vlmrm.modeling import load_processor, lora_config
 from vlmrm.modeling.attention import resolve_attention
-from vlmrm.modeling.checkpoint import read_config
+from vlmrm.modeling.kernels import FLASH, TORCH
 from vlmrm.modeling.manifest import LIBRARIES
-from vlmrm.modeling.quantization import describe, layers_to_quantize
-from vlmrm.modeling.varlen import FLASH, TORCH
-from vlmrm.training.checks import RunArguments, check_disk, check_shared_out, problems
+from vlmrm.training.checks import CHECKS, RunArguments, check_disk, check_shared_out, check_visible
 from vlmrm.training.engines import engine_of
-from vlmrm.training.folder import check_unlocked
-from vlmrm.training.main import (
-    base_digest,
-    build_collator,
-    build_model,
-    build_trainer,
-    launch_alone,
-    survey_collator,
-    weight_dtype,
-)
+from vlmrm.training.folder import check_base, check_settings, check_unlocked, restart_of, training_settings
+from vlmrm.training.main import base_digest, build_collator, build_model, build_trainer, launch_alone, survey_collator
 from vlmrm.training.memory import Memory, estimate_memory, free_memory
-from vlmrm.training.resume import check_base, check_settings, restart_of, training_settings
 from vlmrm.training.survey import (
     Survey,
     can_evaluate,
@@ -127,13 +117,9 @@ class TrainingPlan:
         for name in ("train", "held_out"):
             part: Survey | None = getattr(self, name)
             if part is not None:
-                tokens = token_figures(part)
-                content[name] = {
-                    **{key: getattr(part, key) for key in ("rows", "sampled", "dropped_share", "images", "videos")},
-                    "pairs": part.pairs,
-                    "reasons": dict(part.reasons),
-                    "tokens": tokens,
-                }
+                keys = ("rows", "sampled", "dropped_share", "images", "videos", "pairs")
+                content[name] = {key: getattr(part, key) for key in keys}
+                content[name] |= {"reasons": dict(part.reasons), "tokens": token_figures(part)}
         if self.memory is not None:
             content["memory"]["total"] = self.memory.total
         return content
@@ -141,29 +127,27 @@ class TrainingPlan:
 
 def token_figures(part: Survey) -> dict[str, float]:
     """Return mean, 95th percentile and maximum of the tokens of a row, all its conversations together."""
-    if not part.tokens:
-        return {}
-    return {
-        "mean": float(np.mean(part.tokens)),
-        "p95": float(np.percentile(part.tokens, 95)),
-        "max": float(max(part.tokens)),
-    }
+    figures = {"mean": np.mean, "p95": lambda tokens: np.percentile(tokens, 95), "max": max}
+    return {name: float(figure(part.tokens)) for name, figure in figures.items()} if part.tokens else {}
 
 
-def plan_training(argv: Sequence[str]) -> TrainingPlan:
-    """Plan the training of a configuration, given as the words of `vlmrm train`."""
-    run = RunArguments.parse(argv, "vlmrm plan")
-    errors, remarks = problems(run)
-    paths = {key: run.value(key) for key in ("model_name_or_path", "dataset_path", "output_dir")}
-    plan = TrainingPlan(paths, [str(error) for error in errors], remarks)
+def plan_training(config: Configuration) -> TrainingPlan:
+    """Plan the training of a configuration."""
+    run = RunArguments.parse(config, "vlmrm plan")
+    plan = TrainingPlan({key: run.value(key) for key in ("model_name_or_path", "dataset_path", "output_dir")})
+    for check in CHECKS:
+        if check is not check_visible:  # one process may plan what several will do
+            with plan.stage():
+                plan.remarks += check(run) or ()
     plan.processes = processes(run)
     plan.launch = launch(run, plan.processes)
-    plan.versions, plan.kernels = versions(), kernels(run)
+    # The libraries that a training runs with.
+    plan.versions = {library: installed_version(library) or "not installed" for library in (*LIBRARIES, "flash-attn")}
+    plan.kernels = kernels(run)
     if not (run.model.model_name_or_path and run.data.dataset_path):
         return plan
-    with plan.stage():
-        check_writable(Path(run.training.output_dir).absolute())
-    with plan.stage():
+    output = Path(run.training.output_dir).absolute()
+    with plan.stage(), plain_write_errors(output, "output_dir"), tempfile.TemporaryFile(dir=existing_parent(output)):
         check_shared_out(run.training, plan.processes)
     with plan.stage():
         check_unlocked(Path(run.training.output_dir))  # else a checkpoint that is being written looks broken
@@ -188,12 +172,6 @@ def launch(run: RunArguments, ranks: int) -> str:
     if ranks > 1:
         return f"{ranks} processes with {engine}: ./run_distributed.sh --gpus {ranks} --config FILE"
     return f"1 process{'' if engine == 'DDP' else f' with {engine}'}: vlmrm train FILE"
-
-
-def check_writable(folder: Path) -> None:
-    """Refuse an `output_dir` that could not be made or written, without making it."""
-    with plain_write_errors(folder, "output_dir"), tempfile.TemporaryFile(dir=existing_parent(folder)):
-        pass
 
 
 def existing_parent(path: Path) -> Path:
@@ -238,8 +216,6 @@ def _plan_data_and_model(plan: TrainingPlan, run: RunArguments) -> None:
     if plan.processes > 1 or estimate.total > EASY * estimate.available:
         estimate = estimate_memory(run, plan.processes, processor, train_dataset, plan.train)
     plan.memory = estimate
-    if model.load_in_4bit and not plan.errors:
-        plan.kernels["4-bit"] = layers_in_4_bits(run)
     with plan.stage():
         _plan_disk(plan, run, estimate if plan.processes == 1 else estimate_memory(run, 1))
     if not plan.errors and plan.processes == 1 and estimate.total <= estimate.available:
@@ -283,7 +259,7 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.steps.append(perf_counter())
-        if len(self.steps) > 1 and self.steps[-1] - self.steps[0] > TRIAL_SECONDS:
+        if self.steps[-1] - self.steps[0] > TRIAL_SECONDS:
             control.should_training_stop = True
 
     def on_save(self, args, state, control, **kwargs):
@@ -414,20 +390,6 @@ def _resident(name: str) -> int:
 
 
 # This machine --------------------------------------------------------------------------------------------------------
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the libraries that a training runs with, and of flash-attn."""
-    return {library: installed_version(library) or "not installed" for library in (*LIBRARIES, "flash-attn")}
-
-
-def layers_in_4_bits(run: RunArguments) -> str:
-    """Return in words which layers of a run's model are in 4 bits, by its configuration."""
-    model, args = run.model, run.training
-    config = read_config(model.model_name_or_path, model.model_revision, args.trust_remote_code)
-    with torch.device("meta"):
-        made: Any = reward_model_class(config)(config)
-    return describe(made, layers_to_quantize(made), weight_dtype(model, args))
 
 
 def kernels(run: RunArguments) -> dict[str, str]:

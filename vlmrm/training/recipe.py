@@ -15,7 +15,6 @@ import torch
 
 from vlmrm.conversation import Comparison, Video, media_of
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.check import describe_margins, margins_of
 from vlmrm.data.comparisons import is_held_out_key, load_comparisons, prompt_keys
 from vlmrm.data.media import image_size
 from vlmrm.errors import CheckpointError, ConfigError, DataError, RowError
@@ -118,7 +117,6 @@ class DataFacts:
     held_out_prompts: int = PROMPTS
     bad_share: float = 0.0
     reason: str = ""  # why the last bad row is bad
-    margins: str = ""  # of the sample, in words
     reading: Mapping[str, Any] = field(default_factory=dict)  # keys that say how the rows are read
 
 
@@ -266,13 +264,11 @@ def facts_of_data(arguments: DataArguments) -> DataFacts:
     chosen = np.sort(np.random.default_rng(0).choice(count, min(SAMPLE, count), replace=False))
     rows = [dataset[int(number)]["comparison"] for number in chosen]
     images, errors = False, []
-    margins: list[float] = []
     for row in rows:
         try:
             if isinstance(row, RowError):
                 raise row
             images |= _has_images(row)
-            margins += margins_of(row)
         except RowError as error:
             errors.append(error)
     if len(errors) > 0.1 * len(rows):
@@ -289,7 +285,6 @@ def facts_of_data(arguments: DataArguments) -> DataFacts:
         held_out_prompts=prompts,
         bad_share=len(errors) / len(rows),
         reason=errors[-1].reason if errors else "",
-        margins=describe_margins(margins) if margins else "",
         reading={name: value for name in ("columns", "image_root") if (value := getattr(arguments, name)) is not None},
     )
 

@@ -11,22 +11,10 @@ from trl import RewardConfig as TRLRewardConfig
 from vlmrm.data.tables import InMemory
 from vlmrm.errors import ConfigError
 from vlmrm.files import require_new_folder
-from vlmrm.logs import start_log
 from vlmrm.training.arguments import RewardConfig
 from vlmrm.training.checks import RunArguments
-from vlmrm.training.folder import output_lock
-from vlmrm.training.main import (
-    TrainingResult,
-    check_before,
-    check_resumed,
-    complete,
-    construct,
-    model_dir_of,
-    open_sources,
-    report_start,
-    run,
-)
-from vlmrm.training.resume import checkpoint_to_resume
+from vlmrm.training.folder import checkpoint_to_resume, output_lock
+from vlmrm.training.main import Run, TrainingResult, model_dir_of
 from vlmrm.training.trainer import ComparisonTrainer
 
 if TYPE_CHECKING:
@@ -69,13 +57,12 @@ class RewardTrainer(ComparisonTrainer):
         peft_config: LoraConfig | None = None,
     ):
         args = _completed(args, model, train_dataset, eval_dataset, peft_config)
-        self.arguments = RunArguments.of(args, args, args)
-        check_before(self.arguments)
+        self.run = run = Run(RunArguments.of(args, args, args))
+        run.check()
         with output_lock(args):
             checkpoint_to_resume(args)  # refuses a folder with an earlier run before the model is opened
-            self.sources = open_sources(self.arguments)
-        construct(super().__init__, self.sources, self.arguments, callbacks=callbacks)
-        complete(self, self.arguments)
+        run.trainer = self
+        run.open(super().__init__, callbacks=callbacks)
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainingResult:  # ty: ignore[incompatible-method-override]
         """Train, and save the model in `output_dir/final`, or with `load_best_model_at_end` in `output_dir/best`.
@@ -83,15 +70,13 @@ class RewardTrainer(ComparisonTrainer):
         Args:
             resume_from_checkpoint: `auto` or True: the newest complete checkpoint; or a checkpoint's folder.
         """
-        args, log_path = self.args, start_log("train")
+        self.run.start_log()
         if resume_from_checkpoint is not None:
-            args.resume_from_checkpoint = str(resume_from_checkpoint)
-        with output_lock(args):
-            resume_from = checkpoint_to_resume(args)
-            if resume_from is not None and not check_resumed(resume_from, self.sources, self.arguments):
-                return TrainingResult(model_dir_of(args), {})
-            report_start(self, log_path)
-            return run(self, resume_from)
+            self.args.resume_from_checkpoint = str(resume_from_checkpoint)
+        with output_lock(self.args):
+            if self.run.resume():
+                self.run.train()
+            return self.run.close()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as a complete checkpoint: in a new folder, or where `train` saves it."""

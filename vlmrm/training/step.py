@@ -233,7 +233,6 @@ class StepFigures:
     """Figures of the training log: sums over steps on each rank, which `flush` turns into means over all ranks."""
 
     def __init__(self) -> None:
-        self.flushed = 0, 0  # right pairs and pairs of the last line
         self._reset()
 
     def _reset(self) -> None:
@@ -298,6 +297,5 @@ class StepFigures:
             figures |= {name: total[name] / max(self.steps, 1) for name in parts}
         if total["irrelevant_pairs"]:
             figures["irrelevant_margin"] = total["irrelevant_margin"] / total["irrelevant_pairs"]
-        self.flushed = int(total["correct"]), int(total["pairs"])
         self._reset()
         return figures

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,40 +17,36 @@ import torch
 import trl
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from vlmrm.batching import Batch, ComparisonCollator, to_device
-from vlmrm.batching.balance import BalancedBatches, EvenBatches, estimated_costs
 from vlmrm.batching.pieces import log_cut
 from vlmrm.engine import Engine, ScoredRow
 from vlmrm.errors import RowError, ScoreError, TrainingError
 from vlmrm.libraries import relies_on
-from vlmrm.measures.analysis import trl_summary
-from vlmrm.measures.pairs import scored_pairs
+from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.callbacks import PROBED, EpochCallback, PreemptionCallback, ProbedDataset, RowTally
-from vlmrm.training.endless import EndlessStream
+from vlmrm.training.callbacks import LOGGED, Bar, CurvesCallback, FiguresCallback, PreemptionCallback, RowTally
+from vlmrm.training.engines import describe, own_part, reduce_all
+from vlmrm.training.folder import CompleteCheckpoints, any_rank
 from vlmrm.training.losses import weights
 from vlmrm.training.optimizer import check_rates, keep_head_in_32_bits, logged_rates, rate_of, set_rate, split_groups
-from vlmrm.training.progress import Bar, ChanceCallback, CurvesCallback, FiguresCallback
-from vlmrm.training.resume import any_rank
-from vlmrm.training.saving import CompleteCheckpoints
-from vlmrm.training.sharding import describe, own_part, reduce_all
 from vlmrm.training.step import TrainingStep, not_finite
 
 logger = logging.getLogger("vlmrm")
 
 DROPPED_ROWS = "dropped_rows.jsonl"
+PROBED = {name: INTERVENTIONS[name] for name in LOGGED}
 
 relies_on(
     trl.RewardTrainer,
     *("compute_loss_context_manager", "_prepare_inputs"),
     overridden=(
-        *("_prepare_dataset", "_get_dataloader", "_get_train_sampler", "_get_num_items_in_batch", "_save_checkpoint"),
+        *("_prepare_dataset", "_get_dataloader", "_get_num_items_in_batch", "_save_checkpoint", "_name"),
         *("get_batch_samples", "training_step", "floating_point_ops", "log", "prediction_step"),
-        *("evaluation_loop", "_name", "_load_optimizer_and_scheduler", "_run_epoch", "create_optimizer"),
-        *("_get_learning_rate", "_prepare_for_training"),
+        *("evaluation_loop", "_run_epoch", "create_optimizer"),
     ),
     attributes=("_metrics", "model_wrapped"),
 )
@@ -81,22 +79,26 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         peft_config=None,
         **kwargs,
     ):
-        self.preemption = PreemptionCallback()
+        self.preemption, between = PreemptionCallback(), BetweenSteps(self)
         wrapped, trained = (model, {}) if peft_config is None else adapt(model, peft_config, args)
         super().__init__(
             model=wrapped,
             args=args,
             data_collator=cast(Any, collator),
             processing_class=processor.tokenizer,  # TRL asks it for the vocabulary and special tokens
-            callbacks=[EpochCallback(collator.epoch), self.preemption, *callbacks],
+            callbacks=[between, self.preemption, *callbacks],
             **kwargs,
         )
         for weight, value in trained.items():  # TRL rounds those beside 4-bit weights to bfloat16
             if weight.dtype != value.dtype:
                 weight.data = value.to(weight.device)
         check_rates(args, model)
-        self._chance = ChanceCallback()
-        self._show(FiguresCallback(), CurvesCallback(), self._chance)
+        # Our lines of figures take the place of HF's; its bar stays in a terminal, and in a notebook its table.
+        self.remove_callback(PrinterCallback)
+        if self.pop_callback(ProgressCallback) is not None and sys.stderr.isatty():
+            self.add_callback(Bar())
+        self.add_callback(FiguresCallback())
+        self.add_callback(CurvesCallback())
         self.reward_model = model  # without the adapters around it
         if self.is_fsdp_enabled:
             half = torch.bfloat16 if args.bf16 else None
@@ -115,16 +117,9 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         )
         self.save_extras = save_extras
         self.row_tally = RowTally()
-        self._rates: dict[str, float] = {}  # of the last step, by key
+        self.prove_sight: Callable[[], None] | None = None
+        self.rates: dict[str, float] = {}  # of the last step, by key
         self._evaluated: list[ScoredRow] = []
-
-    def _show(self, *callbacks: TrainerCallback) -> None:
-        """Put our lines of figures in the place of HF's; its bar stays in a terminal, and in a notebook its table."""
-        self.remove_callback(PrinterCallback)
-        if self.pop_callback(ProgressCallback) is not None and sys.stderr.isatty():
-            self.add_callback(Bar())
-        for callback in callbacks:
-            self.add_callback(callback)
 
     # Data -----------------------------------------------------------------------------------------------------------
 
@@ -134,6 +129,8 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
     def _get_dataloader(self, dataset, *args, is_training: bool = False, **kwargs):
         if isinstance(dataset, datasets.IterableDataset) and is_training:
             dataset = EndlessStream(dataset)
+        elif is_training and self.args.train_sampling_strategy == "batch_rebalance":
+            kwargs["sampler_fn"] = self._balanced
         # HF reads this attribute for training and evaluation alike.
         self.data_collator = self.collator if is_training else self.eval_collator
         try:
@@ -142,6 +139,8 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             self.data_collator = self.collator
         batches: Any = getattr(loader, "batch_sampler", None)
         if is_training and getattr(batches, "num_processes", 1) > 1 and not batches.drop_last:
+            from vlmrm.batching.balance import EvenBatches
+
             batches.batch_sampler = EvenBatches(batches.batch_sampler, batches.num_processes)
             batches.batch_size = None  # of any size: none is filled
         if hasattr(loader, "device"):
@@ -149,11 +148,10 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             loader.device = None
         return loader
 
-    def _get_train_sampler(self, train_dataset=None):
-        """Return HF's sampler, or with `batch_rebalance` one that spreads the estimated work of each step."""
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        if self.args.train_sampling_strategy != "batch_rebalance" or not isinstance(dataset, datasets.Dataset):
-            return super()._get_train_sampler(train_dataset)
+    def _balanced(self, dataset: datasets.Dataset) -> Any:
+        """Return a sampler that spreads the estimated work of each step."""
+        from vlmrm.batching.balance import BalancedBatches, estimated_costs
+
         ranks, accumulated = self.args.world_size, self.args.gradient_accumulation_steps
         return BalancedBatches(
             estimated_costs(dataset, self.collator.renderer.limits),
@@ -239,20 +237,13 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
-            logs.update(self._rates)
+            logs.update(self.rates)
             figures = self.step.figures.flush(self.accelerator)
             figures["num_tokens"] = self.state.num_input_tokens_seen
             self.row_tally.warn_early()
-            self._chance.add(*self.step.figures.flushed)
             # TRL's own log averages these lists into the line.
             self._metrics["train"].update({name: [value] for name, value in figures.items()})
         super().log(logs, start_time)
-
-    def _prepare_for_training(self, *args, **kwargs):
-        prepared = super()._prepare_for_training(*args, **kwargs)
-        if self.is_fsdp_enabled:
-            reduce_all(self.model_wrapped, self.reward_model)
-        return prepared
 
     def create_optimizer(self, model=None):
         """Return HF's optimizer, with groups by part of the model where parts have learning rates of their own."""
@@ -261,25 +252,6 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             split_groups(self.optimizer, self.args, self.reward_model)
             keep_head_in_32_bits(self.optimizer, self.reward_model)
         return self.optimizer
-
-    def _get_learning_rate(self):
-        """Return the rate of the step just made, as HF does, and keep those of the parts for the log."""
-        self._rates = logged_rates(self.optimizer)
-        return super()._get_learning_rate()
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load both, but keep the learning rate of this run's keys: HF would go on with that of the checkpoint."""
-        super()._load_optimizer_and_scheduler(checkpoint)
-        schedule: Any = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)  # accelerate wraps it
-        lambdas = getattr(schedule, "lr_lambdas", None)
-        if checkpoint is None or lambdas is None:
-            return
-        schedule.base_lrs = [rate_of(self.args, group) for group in schedule.optimizer.param_groups]
-        rates = [rate * factor(schedule.last_epoch) for rate, factor in zip(schedule.base_lrs, lambdas, strict=True)]
-        schedule._last_lr = rates
-        for group, base, rate in zip(schedule.optimizer.param_groups, schedule.base_lrs, rates, strict=True):
-            group["initial_lr"] = base
-            set_rate(group, rate)
 
     # Evaluation -----------------------------------------------------------------------------------------------------
 
@@ -294,6 +266,9 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
 
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
         """Evaluate every row once, whatever the number of ranks: rows that samplers repeat are dropped by index."""
+        from vlmrm.measures.analysis import trl_summary
+        from vlmrm.measures.pairs import scored_pairs
+
         self._evaluated = []
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         evaluated: list[ScoredRow] = gather_object(self._evaluated)
@@ -310,7 +285,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
                 f"the evaluation has no pair with a preference: of {len(dataloader.dataset)} rows {len(rows)} were "
                 f"scored, and why others were not is in *_{DROPPED_ROWS} of {self.args.output_dir}."
             )
-        if isinstance(dataloader.dataset, ProbedDataset):
+        if self.args.probe_samples and hasattr(dataloader.dataset, "probe"):
             figures |= dataloader.dataset.figures(scored)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         return output._replace(metrics={**(output.metrics or {}), **metrics}, num_samples=len(rows))
@@ -344,6 +319,63 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             finite = finite and bool(scores.isfinite().all())
         if any_rank(not finite, self.args.device):
             raise not_finite(f"weights or scores are not finite after step {self.state.global_step}", self.args)
+
+
+class BetweenSteps(TrainerCallback):
+    """What the trainer does between HF's own steps."""
+
+    def __init__(self, trainer: ComparisonTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        trainer = self.trainer
+        if trainer.is_fsdp_enabled:
+            reduce_all(trainer.model_wrapped, trainer.reward_model)
+        if state.global_step:
+            self._keep_rates(args, kwargs["lr_scheduler"])
+        if trainer.prove_sight is not None:  # DeepSpeed or FSDP has wrapped the model, and its weights are in place
+            trainer.prove_sight()
+
+    def _keep_rates(self, args: RewardTrainingArguments, scheduler: Any) -> None:
+        """Keep the learning rates of this run's keys: HF would go on with those of the checkpoint."""
+        schedule: Any = getattr(scheduler, "scheduler", scheduler)  # accelerate wraps it
+        if (lambdas := getattr(schedule, "lr_lambdas", None)) is None:
+            return
+        groups = schedule.optimizer.param_groups
+        schedule.base_lrs = [rate_of(args, group) for group in groups]
+        rates = [rate * factor(schedule.last_epoch) for rate, factor in zip(schedule.base_lrs, lambdas, strict=True)]
+        schedule._last_lr = rates
+        for group, base, rate in zip(groups, schedule.base_lrs, rates, strict=True):
+            group["initial_lr"] = base
+            set_rate(group, rate)
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        # Its workers have it too, through shared memory, for their random choices.
+        self.trainer.collator.epoch.fill_(int(state.epoch or 0))
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer.rates = logged_rates(self.trainer.optimizer)
+
+
+class EndlessStream(IterableDataset):
+    """Repeats `stream` (of the `datasets` library) for ever, each time in another order.
+
+    So a streamed run is one long epoch of `max_steps` steps. HF's trainer, which cannot know the length of a stream,
+    would drop the gradients accumulated before each end, and lose its position in the data when resumed.
+    """
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for epoch in itertools.count():
+            self.stream.set_epoch(epoch)
+            empty = True
+            for row in self.stream:
+                empty = False
+                yield row
+            if empty:  # a worker without a share of the files
+                return
 
 
 def adapt(

@@ -24,8 +24,7 @@ from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import ConversationScorer, origin_of
 from vlmrm.evaluation.scorers.spec import Spec
-from vlmrm.http import hub_answers
-from vlmrm.libraries import parse_device
+from vlmrm.libraries import hub_answers, parse_device
 from vlmrm.modeling import resolve_attention, sequence_limit
 from vlmrm.modeling.manifest import checkpoint_digest, local_folder
 from vlmrm.settings import did_you_mean

@@ -20,8 +20,8 @@ from vlmrm.evaluation.entry import Entry, SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import Compared, ConversationScorer, compared, origin_of
 from vlmrm.evaluation.scorers.spec import SECRETS, Spec
-from vlmrm.imported import imported_function
 from vlmrm.modeling.manifest import checkpoint_digest
+from vlmrm.plugins import imported_function
 from vlmrm.rewards.contract import GroupwiseRewardModel, RewardArguments
 from vlmrm.rewards.items import reward_items
 from vlmrm.rewards.registry import identity, reward_arguments, reward_model_class

@@ -19,7 +19,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from tqdm import tqdm
 
 from vlmrm.errors import ConfigError
-from vlmrm.imported import imported_function
+from vlmrm.plugins import imported_function
 from vlmrm_robots.frames.collector import RewardDataCollector
 from vlmrm_robots.frames.environments import make_environments
 from vlmrm_robots.frames.settings import CollectSettings

@@ -21,8 +21,8 @@ from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from vlmrm.errors import ConfigError, DataError, VlmrmError, first_line
-from vlmrm.imported import imported_function, imported_module
 from vlmrm.libraries import needs
+from vlmrm.plugins import imported_function, imported_module
 from vlmrm.settings import did_you_mean
 from vlmrm_robots import FRAMES
 from vlmrm_robots.frames.collector import LABELS

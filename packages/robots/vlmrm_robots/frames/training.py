@@ -81,7 +81,7 @@ def train_classifier(settings: TrainSettings) -> TrainedClassifier:
     folder = Path(f"{settings.output_checkpoint}.training")
     refusal = f"another training is writing into {folder}: wait for its end, or choose another output_checkpoint."
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices), exclusive_lock(folder / ".lock", refusal, without=lambda: None):
+    with torch.random.fork_rng(devices), exclusive_lock(folder / ".lock", refusal):
         begun_with = json.loads(settings.model_dump_json(exclude=FREE))
         begun_with["data"] = data_fingerprint([str(settings.positive_dir), str(settings.negative_dir)])
         torch.manual_seed(settings.seed)

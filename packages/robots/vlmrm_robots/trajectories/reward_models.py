@@ -39,7 +39,7 @@ from vlmrm.data.canonical import check_output, write_comparisons
 from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.files import make_folder, require_new_file, write_file
 from vlmrm.measures.intervals import NAN, Estimate, Influence, Mean, spread, with_ends
-from vlmrm.measures.statistics import expected_calibration_error, reliability, spearman_within, squared_errors
+from vlmrm.measures.statistics import CalibrationError, spearman_within, squared_errors
 from vlmrm.rewards.contract import GroupwiseRewardModel, RewardArguments
 from vlmrm.rewards.items import reward_items
 from vlmrm.rewards.registry import reward_arguments, reward_model_class
@@ -461,7 +461,7 @@ def _said_of_success(episodes: Sequence[Scored]) -> Iterator[str]:
         return
     with np.errstate(divide="ignore"):
         margins = np.where(good, 1, -1) * (np.log(held_out) - np.log1p(-held_out))
-    brier, calibration = squared_errors(margins).mean(), expected_calibration_error(reliability(margins))
+    brier, calibration = squared_errors(margins).mean(), CalibrationError(margins).influence().value
     yield (
         f"probability of success: σ({factor:.4g} · score {offset:+.4g}); by the curves of other episodes, Brier score "
         f"{brier:.3f}, calibration error {calibration:.3f}"
