@@ -47,7 +47,7 @@ def test_the_figure_of_the_chosen_is_that_of_new_prompts(name: str):
         lucky.append(right[:, chosen].mean() - abilities[chosen])
         covered += found.low <= abilities[chosen] <= found.high
     assert np.mean(lucky) > 0.008, "what it is without correction"
-    # The table of docs/evaluation.md is of 2,000 sets; this many leave 0.2 points to chance.
+    # The figures of docs/evaluation.md are of 1,000 sets; this many leave 0.2 points to chance.
     assert abs(np.mean(errors)) < 0.003 + 2 * np.std(errors) / np.sqrt(sets)
     assert 0.90 <= covered / sets <= 1
 
