@@ -7,10 +7,10 @@ import math
 import multiprocessing
 import os
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from conversations import rated
@@ -33,7 +33,7 @@ NOT_HERE = {"runs on CUDA alone", *(f"{package} is not installed" for package in
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return subprocess.run([preloaded.python(), "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.slow

@@ -14,11 +14,11 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import preloaded
 import pytest
 import yaml
 from PIL import Image
@@ -430,7 +430,7 @@ def test_every_quoted_error_is_one_of_the_program_s():
 
 def example(name: str, *arguments: str) -> str:
     """What an example prints in the reader's folder."""
-    command = [sys.executable, str(ROOT / "examples" / name), "--model", "outputs/best", *arguments]
+    command = [preloaded.python(), str(ROOT / "examples" / name), "--model", "outputs/best", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from filelock import FileLock
@@ -266,7 +266,7 @@ def test_what_cannot_work_is_refused(tiny_checkpoint, tmp_path):
 @pytest.mark.slow
 def test_two_processes_write_and_evict_at_once(tiny_checkpoint, tmp_path):
     program = Path(__file__).with_name("cache_writer.py")
-    command = [sys.executable, program, tiny_checkpoint, tmp_path]
+    command = [preloaded.python(), program, tiny_checkpoint, tmp_path]
     writers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for writer in writers:
         output, errors = writer.communicate(timeout=300)

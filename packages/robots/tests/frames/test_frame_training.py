@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import preloaded
 import pytest
 import torch
 from counting import counting
@@ -394,7 +394,7 @@ def test_two_ranks_train_one_classifier_and_measure_every_held_out_frame_once(tm
     words += ["--batch-size", 8, "--lr", 1e-3, "--hidden-dim", 16, "--num-spatial-blocks", 2, "--use-cpu"]
     words += ["--val-fraction", 0.4]
     command = ["-m", "vlmrm", "frames", "train", *map(str, words)]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launcher = [preloaded.python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     ran = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=300)
     config = read_config(options.output_checkpoint)
     assert ran.returncode == 0 and config.qualified, ran.stderr
