@@ -40,19 +40,19 @@ lowest: $(LOWEST)  ## run the heart's tests with the lowest versions that pyproj
 	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -q --workers 4 $(HEART)
 
 resolve: $(INSTALLED)  ## resolve the core beside the trainers of others, without installing
-	$(BIN)/python tests/resolving/resolve.py
+	$(BIN)/python drives/resolving/resolve.py
 
 constraints: $(INSTALLED)  ## write the versions of .venv into constraints.txt, once they are tested
 	$(BIN)/python -m pip freeze --disable-pip-version-check --exclude-editable | grep -E '^[A-Za-z0-9._-]+==[^ ]+$$' \
 	  | sed 's/+.*//' > constraints.txt
 
 neighbours: $(INSTALLED)  ## drive the reward paths of other frameworks, and write docs/rewards.md's table of what was proved
-	OMP_NUM_THREADS=1 $(BIN)/python tests/neighbours/drive.py
-	$(BIN)/python tests/neighbours/table.py
+	OMP_NUM_THREADS=1 $(BIN)/python drives/neighbours/drive.py
+	$(BIN)/python drives/neighbours/table.py
 
 neighbours-check: $(INSTALLED)  ## drive those that CI has, and fail where the table says otherwise
-	OMP_NUM_THREADS=1 $(BIN)/python tests/neighbours/drive.py trl ms_swift verl openrlhf cosmos
-	$(BIN)/python tests/neighbours/table.py --check
+	OMP_NUM_THREADS=1 $(BIN)/python drives/neighbours/drive.py trl ms_swift verl openrlhf cosmos
+	$(BIN)/python drives/neighbours/table.py --check
 
 lint: $(INSTALLED)  ## check style and formatting
 	$(BIN)/ruff check .
