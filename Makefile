@@ -17,7 +17,7 @@ HEART := tests/batching/test_shared.py tests/batching/test_collator.py tests/mod
 # Tools that find each other on PATH: ninja for DeepSpeed, torchrun for the launch scripts.
 export PATH := $(abspath $(BIN)):$(PATH)
 
-.PHONY: help demo frames-demo test lowest resolve constraints neighbours neighbours-check lint format types bench gpu docs
+.PHONY: help demo frames-demo test test-all lowest resolve constraints neighbours neighbours-check lint format types bench gpu docs
 .DEFAULT_GOAL := help
 
 help:  ## list the verbs
@@ -29,26 +29,30 @@ demo: $(DEMO)  ## train, sweep and score on the bundled digits
 frames-demo: $(INSTALLED)  ## collect frames of Acrobot, train a classifier, and PPO with its reward
 	$(BIN)/vlmrm frames demo
 
-test: $(INSTALLED)  ## run every test, four at a time even on two cores: many wait for processes more than they compute
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal
+test: $(INSTALLED)  ## run the tests of little work, in minutes (T=tests/batching: those of a folder or file)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --cheap --workers 2 $(GUARD) $(T)
+
+# Four at a time even on two cores: many wait for processes more than they compute.
+test-all: $(INSTALLED)  ## run every test (T=tests/batching: those of a folder or file)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --workers 4 $(T)
 
 lowest: $(LOWEST)  ## run the heart's tests with the lowest versions that pyproject.toml allows
-	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -n 4 --dist worksteal $(HEART)
+	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -q --workers 4 $(HEART)
 
 resolve: $(INSTALLED)  ## resolve the core beside the trainers of others, without installing
-	$(BIN)/python tests/resolving/resolve.py
+	$(BIN)/python drives/resolving/resolve.py
 
 constraints: $(INSTALLED)  ## write the versions of .venv into constraints.txt, once they are tested
 	$(BIN)/python -m pip freeze --disable-pip-version-check --exclude-editable | grep -E '^[A-Za-z0-9._-]+==[^ ]+$$' \
 	  | sed 's/+.*//' > constraints.txt
 
 neighbours: $(INSTALLED)  ## drive the reward paths of other frameworks, and write docs/rewards.md's table of what was proved
-	OMP_NUM_THREADS=1 $(BIN)/python tests/neighbours/drive.py
-	$(BIN)/python tests/neighbours/table.py
+	OMP_NUM_THREADS=1 $(BIN)/python drives/neighbours/drive.py
+	$(BIN)/python drives/neighbours/table.py
 
 neighbours-check: $(INSTALLED)  ## drive those that CI has, and fail where the table says otherwise
-	OMP_NUM_THREADS=1 $(BIN)/python tests/neighbours/drive.py trl ms_swift verl openrlhf cosmos
-	$(BIN)/python tests/neighbours/table.py --check
+	OMP_NUM_THREADS=1 $(BIN)/python drives/neighbours/drive.py trl ms_swift verl openrlhf cosmos
+	$(BIN)/python drives/neighbours/table.py --check
 
 lint: $(INSTALLED)  ## check style and formatting
 	$(BIN)/ruff check .

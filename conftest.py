@@ -13,6 +13,7 @@ import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["two_speeds"]
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("WANDB__SERVICE_WAIT", "300")  # seconds that its process may take to start
@@ -24,11 +25,6 @@ settings.register_profile(
     "tests", deadline=None, derandomize=True, print_blob=False, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("tests")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests that take minutes, so that no worker is left alone with one at the end."""
-    items.sort(key=lambda item: item.path.name != "test_instruction_sets.py")
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +77,7 @@ def _no_library_logs_a_deprecation() -> Generator[None]:
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory) -> Path:
     """Return a folder that all workers of this test run share."""
-    base = tmp_path_factory.getbasetemp()
-    return base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base
+    return tmp_path_factory.getbasetemp()
 
 
 @pytest.fixture(scope="session")

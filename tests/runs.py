@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import torch
 from PIL import Image
 from safetensors.torch import load_file
@@ -111,7 +112,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start a script of the repository, under torchrun for several processes, in `cwd`."""
     script = [str(ROOT / command[0]), *command[1:]]
-    launcher = [sys.executable]
+    launcher = [preloaded.python()]
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     return subprocess.Popen(

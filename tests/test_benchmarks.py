@@ -7,10 +7,10 @@ import math
 import multiprocessing
 import os
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from conversations import rated
@@ -33,10 +33,9 @@ NOT_HERE = {"runs on CUDA alone", *(f"{package} is not installed" for package in
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return subprocess.run([preloaded.python(), "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [*BENCHMARKS, "soak"])
 def test_each_prints_one_object_of_finite_rows(name, tmp_path):
     options = []
@@ -63,7 +62,6 @@ def test_each_prints_one_object_of_finite_rows(name, tmp_path):
         assert row["holds"] is None  # a smoke run says nothing about targets
 
 
-@pytest.mark.slow
 def test_a_benchmark_that_cannot_run_here_says_why():
     result = run("benchmarks.flickr8k", "--data", "nowhere")
     assert result.returncode == 0, result.stderr
@@ -116,7 +114,6 @@ def held_megabytes(count: int) -> tuple[float, float]:
     return rise, harness.memory() - before
 
 
-@pytest.mark.slow
 def test_peak_memory_counts_memory_held_at_once():
     rise, left = harness.in_new_process(held_megabytes, 400)
     assert 350 < rise < 500  # the kernel counts pages roughly

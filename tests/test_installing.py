@@ -132,7 +132,6 @@ def test_where_torch_is_installed_the_core_leaves_it_alone():
     assert imported(light, everything, heavy) == ({}, [])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "storeys"),
     [
@@ -150,7 +149,6 @@ def test_an_extra_is_enough_for_what_needs_it(extra, storeys):
     assert imported(modules, packages_of([*PROJECT["dependencies"], f"vlmrm[{extra}]"]))[0] == {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extras", "storeys"), [((), "trajectories commands"), (("frames",), "frames policies rewards")]
 )
@@ -183,7 +181,6 @@ assert vlmrm_robots.policies.demo.policy_settings(Path("demo"), Path("model")).e
 """
 
 
-@pytest.mark.slow
 def test_the_wheel_has_all_that_a_demo_needs(tmp_path):
     source, environment, elsewhere = (tmp_path / name for name in ("source", "environment", "elsewhere"))
     for name in ("vlmrm", "training_configs", "packages"):

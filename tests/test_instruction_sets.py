@@ -37,7 +37,6 @@ def smaller_sets() -> list[str]:
     return [name.lower() for name in BY_SIZE[: BY_SIZE.index(capability)]] if capability in BY_SIZE else []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("instructions", smaller_sets())
 def test_scores_compare_as_well_under(instructions, tmp_path):
     done = subprocess.run(

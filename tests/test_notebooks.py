@@ -26,7 +26,6 @@ def test_it_is_stored_without_outputs(name):
     assert [cell for cell in cells if cell.get("outputs") or cell.get("execution_count")] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWN)
 def test_it_runs_and_shows_what_it_says(name, tmp_path):
     notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)

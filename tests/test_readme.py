@@ -14,11 +14,11 @@ import shlex
 import shutil
 import socket
 import subprocess
-import sys
 import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import preloaded
 import pytest
 import yaml
 from PIL import Image
@@ -430,13 +430,12 @@ def test_every_quoted_error_is_one_of_the_program_s():
 
 def example(name: str, *arguments: str) -> str:
     """What an example prints in the reader's folder."""
-    command = [sys.executable, str(ROOT / "examples" / name), "--model", "outputs/best", *arguments]
+    command = [preloaded.python(), str(ROOT / "examples" / name), "--model", "outputs/best", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.slow
 def test_score_prints_every_answer_with_the_scorer_s_number(reader):
     content = [{"type": "image", "image": "cat.jpg"}, {"type": "text", "text": "What is this?"}]
     [expected] = load_scorer("outputs/best").score_groups(
@@ -447,7 +446,6 @@ def test_score_prints_every_answer_with_the_scorer_s_number(reader):
     assert [float(line.split()[0]) for line in lines] == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.slow
 def test_best_of_n_keeps_each_row_and_names_its_highest(reader):
     rows = [
         {"id": 7, "prompt": "What is this?", "images": ["cat.jpg"], "responses": ["A cat.", "A dog.", "Nothing."]},
@@ -460,7 +458,6 @@ def test_best_of_n_keeps_each_row_and_names_its_highest(reader):
         assert best["scores"][row["responses"].index(best["best"])] == max(best["scores"])
 
 
-@pytest.mark.slow
 def test_disagreements_begin_with_the_lowest_margin(reader):
     lines = example("disagreements.py", "--data", "my_test.jsonl", "--most", "3").splitlines()
     margins = [float(line.split()[0]) for line in lines[::3]]

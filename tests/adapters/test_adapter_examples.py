@@ -57,7 +57,6 @@ def test_the_swift_plugin_registers_itself_where_ms_swift_is(tmp_path, monkeypat
         monkeypatch.delitem(sys.modules, name)
 
 
-@pytest.mark.slow
 def test_grpo_raises_the_mean_reward(tmp_path, tiny_checkpoint):
     example = import_file(EXAMPLES / "trl_grpo.py", "trl_grpo")
     model = example.make_tiny_reward_model(tmp_path / "model", seed=1)
@@ -78,7 +77,6 @@ class Recorder(TRLReward):
         return scores
 
 
-@pytest.mark.slow
 def test_in_trl_s_trainers_the_image_is_scored_once_and_rewards_are_logged(
     tmp_path, tiny_checkpoint, tiny_reward_model
 ):

@@ -258,7 +258,6 @@ def test_frames_are_counted_at_the_sizes_to_which_the_library_resizes_them():
     assert tuple(bound * 28 * 28 for bound in bounds) == FRAME_PIXELS
 
 
-@pytest.mark.slow
 def test_a_small_file_of_many_pixels_takes_no_gigabytes():
     """The largest frame that is read, 8192 squared, in a file of 200 kB."""
     code = """if True:

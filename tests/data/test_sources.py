@@ -292,7 +292,7 @@ def collate(rows):
     return [text_of(row["comparison"].prompt) for row in rows]
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_rows_reach_loader_workers(start, tmp_path):
     dataset = load(write(tmp_path / "rows.jsonl", pairs(40)))
     loader = DataLoader(dataset, batch_size=8, num_workers=2, collate_fn=collate, multiprocessing_context=start)

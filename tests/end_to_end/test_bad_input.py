@@ -226,7 +226,6 @@ def test_weights_without_finite_scores_are_not_saved_as_complete(refused, traini
         assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("megabytes", [0.5, 1.0], ids=["weights", "optimizer"])
 def test_a_disk_that_fills_up_while_saving_spares_earlier_checkpoints(tmp_path, tiny_checkpoint, megabytes):
     """The kernel refuses to write past a limit, as a full disk does; first in the weights, then in the optimizer."""

@@ -23,8 +23,6 @@ from runs import (
     words,
 )
 
-pytestmark = pytest.mark.slow
-
 # What a step of two processes holds together, one process reads in two batches.
 TWICE = {"gradient_accumulation_steps": 2}
 FIGURES = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward", "num_tokens")

@@ -53,7 +53,6 @@ def terminate_after(steps: int, process) -> None:
     raise AssertionError(f"it ended before:\n{''.join(text)}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_any_step_and_resumed_equals_uninterrupted(tmp_path, tiny_checkpoint, train_here, kind):
     data = colour_lists(tmp_path / "data", 10)
@@ -71,7 +70,6 @@ def test_killed_at_any_step_and_resumed_equals_uninterrupted(tmp_path, tiny_chec
         assert logged(resumed, name) == logged(uninterrupted, name), f"{name}, killed at step {step}"
 
 
-@pytest.mark.slow
 def test_sigterm_saves_the_next_step_and_says_so(tmp_path, tiny_checkpoint, train_here):
     data = colour_pairs(tmp_path / "data", 10)
     constant = {"lr_scheduler_type": "constant", "save_steps": 4000}  # else the rate would depend on max_steps
@@ -91,7 +89,6 @@ def test_sigterm_saves_the_next_step_and_says_so(tmp_path, tiny_checkpoint, trai
     assert_equal_weights(tmp_path / "out/final", tmp_path / "whole/final")
 
 
-@pytest.mark.slow
 def test_a_second_training_in_a_folder_is_refused_until_the_first_is_dead(
     tmp_path, tiny_checkpoint, train_here, monkeypatch
 ):
@@ -111,7 +108,6 @@ def test_a_second_training_in_a_folder_is_refused_until_the_first_is_dead(
     train_here(data, max_steps=1, resume_from_checkpoint="auto")
 
 
-@pytest.mark.slow
 def test_sigterm_to_torchrun_stops_every_rank_at_the_same_step(tmp_path, tiny_checkpoint):
     data = colour_pairs(tmp_path / "data", 12)
     constant = {"lr_scheduler_type": "constant", "save_steps": 4000}

@@ -490,7 +490,6 @@ def test_the_guide_s_commands_and_program_run(tmp_path, monkeypatch, capsys):
     assert "Charts only" in page_of(Path("results/charts/report.html")).text
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
 @pytest.mark.parametrize("width", [1280, 500])
 def test_chromium_renders_it_without_a_word(sweep, tmp_path, width):

@@ -289,7 +289,6 @@ def test_a_file_system_without_locks_is_named(run_folder, data, monkeypatch):
         sweep(asked(run_folder, data))
 
 
-@pytest.mark.slow
 def test_a_sweep_under_kill_leaves_whole_files(run_folder, data, here):
     process = start(["eval_rm.py"], *asked(run_folder, data), cwd=here)
     assert process.stdout is not None
@@ -455,7 +454,6 @@ def test_nothing_to_evaluate_is_an_error_that_says_why(run_folder, data):
     assert not Path("results.json").exists()
 
 
-@pytest.mark.slow
 def test_two_processes_score_as_one_does(run_folder, data, here):
     two = start(
         ["eval_rm.py"], *asked(run_folder, data, output_file="two.csv", eval_batch_size=2), cwd=here, processes=2
@@ -469,7 +467,6 @@ def test_two_processes_score_as_one_does(run_folder, data, here):
     assert one == other
 
 
-@pytest.mark.slow
 def test_every_process_of_a_second_sweep_ends_with_the_sentence(run_folder, data, here):
     with FileLock("results.csv.lock"):
         said = finish(start(["eval_rm.py"], *asked(run_folder, data), cwd=here, processes=2), code=1)

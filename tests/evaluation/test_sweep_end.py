@@ -186,7 +186,6 @@ def test_ctrl_c_ends_a_watch_with_the_table_as_it_stands(run_folder, data, monke
         sweep(asked("absent", data, watch=True, output_file="absent.csv"))
 
 
-@pytest.mark.slow
 def test_two_processes_watch_the_same_checkpoints(run_folder, data, tmp_path):
     done = start(["eval_rm.py"], *asked(run_folder, data, watch=True), cwd=tmp_path, processes=2)
     finish(done)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from huggingface_hub import constants
@@ -293,5 +293,5 @@ sys.modules.update(dict.fromkeys(["peft", "trl", "datasets", "deepspeed"]))
 from vlmrm.modeling import load_checkpoint
 print(load_checkpoint({str(tiny_reward_model)!r}).info["head"])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = subprocess.run([preloaded.python(), "-c", program], capture_output=True, text=True)
     assert done.stdout == "linear\n", done.stderr

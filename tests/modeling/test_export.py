@@ -68,7 +68,7 @@ def strangers_scores(folder: Path, messages: list[dict], tmp_path: Path) -> list
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("arch", ["qwen2_5_vl", *(pytest.param(a, marks=pytest.mark.slow) for a in OTHERS)])
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", *OTHERS])
 def test_a_stranger_gets_the_scorer_s_score(arch, tmp_path):
     """The image is larger than the checkpoint's limit, which only `reward_model.json` held."""
     shown = {"max_pixels": 64 * 64, "video_fps": 0.5}

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+import preloaded
 
 # A tower with its merger; states that fork; experts; experts for images alone; a merger that the backbone runs.
 FAMILIES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl_moe", "ernie4_5_vl_moe", "llama4")
 
 
-@pytest.mark.slow
 def test_a_batch_of_texts_on_one_rank_does_not_hang_the_other():
     program = Path(__file__).with_name("two_ranks.py")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launch = [preloaded.python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run([*launch, program, *FAMILIES], capture_output=True, text=True, timeout=300)
     assert all(f"{family} equal" in done.stdout for family in FAMILIES), done.stderr

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 from filelock import FileLock
@@ -263,10 +263,9 @@ def test_what_cannot_work_is_refused(tiny_checkpoint, tmp_path):
         model.use_vision_cache(tmp_path, gigabytes=0)
 
 
-@pytest.mark.slow
 def test_two_processes_write_and_evict_at_once(tiny_checkpoint, tmp_path):
     program = Path(__file__).with_name("cache_writer.py")
-    command = [sys.executable, program, tiny_checkpoint, tmp_path]
+    command = [preloaded.python(), program, tiny_checkpoint, tmp_path]
     writers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for writer in writers:
         output, errors = writer.communicate(timeout=300)
@@ -320,7 +319,6 @@ def test_lora_may_cache_and_a_trained_tower_may_not(train_here, tmp_path):
             train_here(data, "full", vision_cache_dir=tmp_path / "cache", **keys)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "zero3"])
 def test_ranks_that_have_different_images_cached_train_together(tmp_path, tiny_checkpoint, train_here, engine):
     """Batches of one row: while one rank finds its picture, another computes its own, and a third case has none."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 
 from vlmrm.rewards import RewardSet
@@ -16,9 +16,8 @@ from vlmrm.rewards import RewardSet
 HERE = Path(__file__).parent
 
 
-@pytest.mark.slow
 def test_two_ranks_equal_one():
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launch = [preloaded.python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     paths = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(

@@ -370,7 +370,6 @@ def test_the_command_takes_a_table_or_a_prompt(job, tmp_path):
         run("--input", "a.jsonl")
 
 
-@pytest.mark.slow
 def test_two_processes_under_torchrun_write_what_one_does(job, tmp_path):
     data = [broken_rows(tmp_path), colour_pairs(tmp_path / "p", 9)]
     alone, shared = job(*data, output="alone"), job(*data, output="shared")
@@ -382,7 +381,6 @@ def test_two_processes_under_torchrun_write_what_one_does(job, tmp_path):
     assert_same_rows(read(shared), read(alone))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install -e '.[ray]'")
 def test_two_workers_of_ray_write_what_one_process_does(job, tmp_path):
     import ray

@@ -76,7 +76,6 @@ def sent(tensor, **metadata):
     return json.dumps(asked).encode() + b"\n" + npy(tensor)
 
 
-@pytest.mark.slow
 @in_loop
 async def test_rewards_get_videos_and_each_is_decoded_once(vae_folder):
     rewards = [fake("frames", "fake_reward.Frames"), fake("frames too", "fake_reward.Frames")]
@@ -97,7 +96,6 @@ async def test_rewards_get_videos_and_each_is_decoded_once(vae_folder):
     assert second[0].decode_seconds == first[0].decode_seconds  # the video was still there
 
 
-@pytest.mark.slow
 @in_loop
 async def test_latents_fail_where_the_decoder_cannot_be_loaded(tmp_path):
     arguments = decode_args(model_path=str(tmp_path), timeout=0.1)
@@ -134,7 +132,6 @@ async def test_of_a_decoder_that_there_is_not_nothing_is_said():
         assert (await client.get("/v1/status")).json()["decoder"] is None
 
 
-@pytest.mark.slow
 @in_loop
 async def test_a_trainer_may_send_latents(vae_folder):
     arguments = decode_args(model_path=vae_folder)

@@ -21,8 +21,6 @@ import pytest
 from hosts import Host, ask, hosts, score_of, scored_batches, until
 from services import Gate, eventually, in_loop
 
-pytestmark = pytest.mark.slow
-
 SILENCE = 5.0  # of tests that wait for its end; a worker says each second that it lives
 
 

@@ -40,7 +40,6 @@ async def ready(service: Any, count: int) -> None:
     await eventually(all_of_them)
 
 
-@pytest.mark.slow
 @in_loop
 async def test_a_node_that_dies_under_load_loses_no_request(cluster, tmp_path):
     log = tmp_path / "batches"
@@ -67,7 +66,6 @@ async def test_a_node_that_dies_under_load_loses_no_request(cluster, tmp_path):
         await ready(service, 2)  # where Ray has a place again
 
 
-@pytest.mark.slow
 @in_loop
 async def test_a_worker_in_the_cluster_is_like_one_of_this_machine(cluster, tmp_path):
     blocks = [
@@ -90,7 +88,6 @@ async def test_a_worker_in_the_cluster_is_like_one_of_this_machine(cluster, tmp_
     await eventually(lambda: ray.available_resources().get("CPU", 0) >= ray.cluster_resources()["CPU"])
 
 
-@pytest.mark.slow
 @in_loop
 async def test_what_a_node_refuses_is_said_in_a_sentence(cluster, tmp_path, monkeypatch):
     start = "the worker of length cannot be started by Ray: "

@@ -119,7 +119,6 @@ def test_a_model_that_is_none_is_refused_before_anything_starts(tmp_path):
             serve(None, str(tmp_path / name), {"port": 0})
 
 
-@pytest.mark.slow
 def test_a_reward_that_can_never_be_loaded_ends_the_service(tmp_path):
     reward = f'[[reward_args]]\nreward_type = "one"\nengine = "fake_reward.Misconfigured"\nimport_from = [{HERE!r}]\n'
     (tmp_path / "service.toml").write_text(f"port = 0\n{reward}")
@@ -129,7 +128,6 @@ def test_a_reward_that_can_never_be_loaded_ends_the_service(tmp_path):
     assert "the worker of one cannot load its reward: ConfigError: device is cuda:9" in ended.stderr.splitlines()[-1]
 
 
-@pytest.mark.slow
 def test_it_says_once_that_it_is_ready_and_finishes_what_it_accepted(tmp_path):
     gate = Gate(tmp_path)
     with served(tmp_path) as (process, url, logged):
@@ -145,7 +143,6 @@ def test_it_says_once_that_it_is_ready_and_finishes_what_it_accepted(tmp_path):
         until_gone(worker_of(logged))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_it_at_once_and_its_workers(tmp_path, kind):
     gate = Gate(tmp_path)
@@ -160,7 +157,6 @@ def test_a_second_signal_ends_it_at_once_and_its_workers(tmp_path, kind):
         connection.close()
 
 
-@pytest.mark.slow
 def test_a_worker_does_not_outlive_a_killed_service(tmp_path):
     gate = Gate(tmp_path)
     with served(tmp_path) as (process, url, logged):
@@ -183,7 +179,6 @@ def test_a_worker_whose_service_goes_while_it_loads_ends_quietly():
     assert (worker.returncode, said) == (0, b"")
 
 
-@pytest.mark.slow
 def test_connections_that_dawdle_or_babble_are_closed_and_others_are_answered(tmp_path):
     with served(tmp_path, 'log_format = "json"') as (process, url, logged):
         assert any(json.loads(line)["message"].startswith("Serving length on http://127.0.0.1:") for line in logged)

@@ -140,7 +140,6 @@ def browse(folder: Path, address: str, *options: str) -> tuple[str, str]:
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_the_form_scores_answers_in_a_browser(tmp_path):
     asked = {"prompt": "What is this?", "answer": ["A cat.", EVIL, "refuse"], "image": data_uri(png()), "run": ""}
@@ -163,7 +162,6 @@ def test_the_form_scores_answers_in_a_browser(tmp_path):
     assert "<title>vlmrm reward service</title>" in html
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_errors_are_shown_in_a_browser(tmp_path):
     decoder = f'decode_args = {{ model_path = "vae", venv_python = "{tmp_path / "python"}" }}'

@@ -29,7 +29,6 @@ def talk(answer: str, image: str | None = None) -> dict:
     return {"messages": [asked, {"role": "assistant", "content": answer}]}
 
 
-@pytest.mark.slow
 @in_loop
 async def test_scores_are_those_of_the_server_and_it_may_be_away_for_a_while():
     def far(port: int = 0):
@@ -111,7 +110,6 @@ def test_what_is_no_number_is_an_error_of_the_item_and_no_score(server, status, 
     assert "score" not in outcome and server.url in outcome["error"]
 
 
-@pytest.mark.slow
 def test_sglang_is_sent_the_text_that_the_checkpoint_s_template_renders(server, tiny_reward_model):
     asked = []
     server.answer = lambda body: (asked.append(body), (200, {"embedding": [-2.5], "meta_info": {}}))[1]

@@ -57,7 +57,6 @@ def run_sharded(folder: Path, families: Sequence[str], runs: Sequence[Sequence[s
     return said
 
 
-@pytest.mark.slow
 def test_sharded_training_is_that_of_one_process(tmp_path, tiny_checkpoint, train_here):
     data = mixed_rows(tmp_path / "data")
     keys = {

@@ -117,8 +117,8 @@ def test_a_plan_says_what_starts_the_processes(tmp_path, tiny_checkpoint, monkey
 
 
 def test_trainings_that_are_killed_end_as_uninterrupted_ones(tmp_path):
-    """A few of what `python tests/end_to_end/kills.py` does a hundred times."""
-    program = Path(__file__).parents[1] / "end_to_end/kills.py"
+    """A few of what `python drives/kills.py` does a hundred times."""
+    program = Path(__file__).parents[2] / "drives/kills.py"
     words = ["--kills", "2", "--in_saves", "0.5", "--seed", "3", "--kinds", "full", "--folder", str(tmp_path)]
     done = subprocess.run([sys.executable, program, *words], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

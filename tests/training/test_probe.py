@@ -142,7 +142,6 @@ def test_a_negative_number_of_rows_is_refused(train_here, data):
         train_here(data, probe_samples=-1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("budget", [None, 120])
 def test_two_processes_have_the_figures_of_one(tmp_path, tiny_checkpoint, train_here, data, budget):
     """Also where ranks split their batches into parts of different numbers."""

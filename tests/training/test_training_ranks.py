@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
+import preloaded
 import pytest
 
 from vlmrm.errors import DataError
@@ -38,10 +38,9 @@ def test_a_process_alone_computes_for_itself():
         from_first_rank(lambda: (_ for _ in ()).throw(DataError("it cannot be read")))
 
 
-@pytest.mark.slow
 def test_the_first_rank_computes_for_all_and_all_hear_of_its_error(tmp_path):
     (tmp_path / "two_ranks.py").write_text(TWO_RANKS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    launch = [preloaded.python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run([*launch, tmp_path / "two_ranks.py"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("it cannot be read") == 2

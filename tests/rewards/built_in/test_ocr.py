@@ -74,7 +74,6 @@ def offline(monkeypatch):
     monkeypatch.setattr("socket.getaddrinfo", refuse)
 
 
-@pytest.mark.slow
 def test_text_in_images_is_read_without_a_network(offline):
     rewards = RewardSet({"name": "text", "reward_model": "OCR", "batch_size": 2, "on_failure": "mask"})
     images = [("HELLO", "WORLD"), ("open 24 hours", "Joe's Cafe"), (), ("JELLO",), ("a",), ()]

@@ -61,7 +61,6 @@ def test_what_a_handler_does_not_answer_is_an_error(handler):
     assert handler(sizes) == [{"error": "the images of one request differ in size: resize them to one"}] * 2
 
 
-@pytest.mark.slow
 @in_loop
 async def test_a_handler_serves_the_trainer_with_keys_of_its_own():
     settings = fake(
@@ -83,7 +82,6 @@ async def test_a_handler_serves_the_trainer_with_keys_of_its_own():
     assert answer["type"] == "new_reward"
 
 
-@pytest.mark.slow
 @in_loop
 async def test_a_reward_of_ours_sees_the_pictures_that_the_trainer_sent():
     settings = {"reward_type": "shown_reward.Shown", "name": "shown", "import_from": [HERE], "device": "cpu"}

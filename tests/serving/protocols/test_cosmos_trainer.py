@@ -13,8 +13,6 @@ import pytest
 from hosts import until
 from services import Gate, fake, served
 
-pytestmark = pytest.mark.slow
-
 HERE = Path(__file__).parent
 COSMOS = HERE.parents[2] / ".cache" / "neighbours" / "cosmos"
 BRIGHT = fake("bright", "fake_reward.Brightness")

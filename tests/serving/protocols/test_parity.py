@@ -21,7 +21,6 @@ from vlmrm.adapters.trl_reward import TRLReward
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.scoring import AsyncRemoteScorer, RemoteScorer
 
-pytestmark = pytest.mark.slow  # a worker that loads torch
 TOKEN = "s3cret"
 QUESTION = "Which colour is this?"
 ANSWERS = ["It is red.", "It may be blue,\nI think."]

@@ -311,7 +311,6 @@ def test_what_cannot_be_collected_is_named(tmp_path, run):
         collect(settings(tmp_path, episodes=1))
 
 
-@pytest.mark.slow
 def test_a_collection_that_sigterm_stops_goes_on_without_playing_anything_twice(tmp_path):
     folders = ["--positive-dir", tmp_path / "positive", "--negative-dir", tmp_path / "negative"]
     words = ["--env", "FrozenLake-v1", "--image-size", 3, 16, 16, "--episodes", 100_000, *folders]

@@ -86,7 +86,6 @@ def test_a_reset_without_a_label_is_left_out_and_shifts_nothing(folders, collect
     assert {(0, 0): [1, 2, 3], (0, 1): [1, 2, 3], (1, 0): [1, 2, 3, 4]}.items() <= stored.items()
 
 
-@pytest.mark.slow
 def test_environments_of_other_processes_are_collected_the_same_way(folders, collect):
     env = AsyncVectorEnv([lambda n=n: Counting(n) for n in range(2)], autoreset_mode=AutoresetMode.SAME_STEP)
     collector = collect(env)
@@ -253,7 +252,6 @@ def ended(process: subprocess.Popen) -> int:
     return process.returncode
 
 
-@pytest.mark.slow
 def test_processes_share_a_folder_without_a_collision_and_within_its_limit(folders):
     processes = [start(folders, steps=120, limit=50, seed=seed) for seed in (100, 200)]
     assert [ended(process) for process in processes] == [0, 0]
@@ -263,7 +261,6 @@ def test_processes_share_a_folder_without_a_collision_and_within_its_limit(folde
     assert len({path.name[:6] for path in trajectory_paths(folders[0])}) == 50
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("then", "status", "kept"),
     [("", 0, True), ("os.kill(os.getpid(), signal.SIGTERM)", 143, True), ("os.kill(os.getpid(), 9)", -9, False)],
@@ -274,7 +271,6 @@ def test_successes_under_way_are_written_at_the_end_but_not_by_sigkill(folders, 
     assert trajectory_paths(folders[1]) == []  # the others might still have succeeded
 
 
-@pytest.mark.slow
 def test_a_write_that_is_killed_leaves_no_half_file(folders, collect):
     half = """
 import vlmrm_robots.trajectories.trajectory as trajectory

@@ -117,7 +117,7 @@ def test_one_trajectory_with_a_success_is_too_few(tmp_path):
 # Batches -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_loader_has_every_frame_with_its_label_in_the_order_of_its_sampler(tmp_path, workers):
     index, _ = index_of(write_squares(tmp_path))
     numbers = np.arange(3, 40)

@@ -1,6 +1,6 @@
 """LeRobot's classifiers compute the same here, and its datasets are asked of its own library.
 
-That library itself is driven in tests/neighbours/drive_lerobot.py.
+That library itself is driven in drives/neighbours/drive_lerobot.py.
 """
 
 from __future__ import annotations

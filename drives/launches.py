@@ -1,4 +1,4 @@
-"""Launches and faults: each works, or ends in one sentence: python tests/end_to_end/launches.py [PART OF A NAME]
+"""Launches and faults: each works, or ends in one sentence: python drives/launches.py [PART OF A NAME]
 
 For what needs processes of their own; tests/training/test_training_mistakes.py has what one process can get wrong.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 from kills import Run, fork, preload

@@ -23,7 +23,7 @@ ROOT = HERE.parents[1]
 FOLDER = ROOT / ".cache" / "neighbours"
 UV = Path(sys.executable).with_name("uv")
 LIMIT_S = 1200  # against a uv that hangs
-SOURCES = ROOT / "tests" / "resolving" / "uv.toml"  # what is published as sources alone
+SOURCES = ROOT / "drives" / "resolving" / "uv.toml"  # what is published as sources alone
 
 
 @dataclass(frozen=True)

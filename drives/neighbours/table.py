@@ -1,6 +1,6 @@
 """Write what `drive.py` proved into docs/rewards.md.
 
-    python tests/neighbours/table.py [--check]
+    python drives/neighbours/table.py [--check]
 
 Rows that differ by the date and the last digits alone are left as they are, and so are those of frameworks that were
 not driven; --check fails where others differ.

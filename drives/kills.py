@@ -1,4 +1,4 @@
-"""Kills trainings at random moments and starts them again: python tests/end_to_end/kills.py --kills 100
+"""Kills trainings at random moments and starts them again: python drives/kills.py --kills 100
 
 Each training goes on, with `--resume_from_checkpoint auto` and nothing else, until it ends; then its weights must
 equal those of an uninterrupted one byte for byte. Processes are forked from this one, which has imported everything,
@@ -24,7 +24,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 import torch
