@@ -24,12 +24,4 @@ def to_device(inputs: Mapping[str, Any], device: torch.device | str) -> dict[str
     }
 
 
-__all__ = [
-    "Batch",
-    "Batcher",
-    "ComparisonCollator",
-    "PaddedBatcher",
-    "Part",
-    "SharedBatcher",
-    "to_device",
-]
+__all__ = ["Batch", "Batcher", "ComparisonCollator", "PaddedBatcher", "Part", "SharedBatcher", "to_device"]

@@ -45,10 +45,7 @@ READING = Reading()
 
 @needs("train", "reading data sets")
 def convert(
-    *data: str,
-    output: Path,
-    embed: Annotated[bool, Parameter(negative="")] = False,
-    reading: Reading = READING,
+    *data: str, output: Path, embed: Annotated[bool, Parameter(negative="")] = False, reading: Reading = READING
 ) -> None:
     """Write preferences of any layout in one form: prompt, chosen and rejected, or responses and scores.
 
@@ -68,13 +65,7 @@ def convert(
 
 
 @needs("train", "reading data sets")
-def split(
-    *data: str,
-    output: Path,
-    fraction: float = 0.1,
-    seed: int = 0,
-    reading: Reading = READING,
-) -> None:
+def split(*data: str, output: Path, fraction: float = 0.1, seed: int = 0, reading: Reading = READING) -> None:
     """Write a training and a held-out file by prompt; rows of images that look alike are in one of them.
 
     Args:

@@ -57,10 +57,7 @@ def evaluate(*words: Words) -> None:
 
 @needs("report", "the report")
 def report(
-    *results: Path,
-    output: Path = Path("outputs/report"),
-    title: str = "Reward model report",
-    wandb: str | None = None,
+    *results: Path, output: Path = Path("outputs/report"), title: str = "Reward model report", wandb: str | None = None
 ) -> None:
     """Make a page that shows what the evaluated checkpoints learned, or compares several evaluations.
 

@@ -92,12 +92,7 @@ def load_comparisons(
         from vlmrm.data.streams import stream_comparisons
 
         return stream_comparisons(
-            groups,
-            weights=weights,
-            limit=limit,
-            seed=arguments.split_seed,
-            buffer=arguments.shuffle_buffer,
-            read=read,
+            groups, weights=weights, limit=limit, seed=arguments.split_seed, buffer=arguments.shuffle_buffer, read=read
         )
     return sample(index_rows(groups, read), weights, limit, arguments.split_seed)
 

@@ -26,17 +26,7 @@ from vlmrm.formats.layout import (
     video_turn,
 )
 from vlmrm.formats.preferences import read_pair, with_answers
-from vlmrm.formats.verdicts import (
-    IMAGES,
-    PROMPTS,
-    TEXTS,
-    VIDEOS,
-    Sides,
-    media_pair,
-    read_word,
-    suffix_of,
-    with_raters,
-)
+from vlmrm.formats.verdicts import IMAGES, PROMPTS, TEXTS, VIDEOS, Sides, media_pair, read_word, suffix_of, with_raters
 
 TEMPLATES = [("text1", "text2"), ("text_1", "text_2"), ("text_a", "text_b"), ("left", "right")]
 

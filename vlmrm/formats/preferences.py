@@ -128,11 +128,7 @@ PROMPT_COLUMNS = [*MEDIA, "system"]  # which `images_for` reads
 
 
 def images_for(
-    row: Row,
-    prompt: Any,
-    images: Sequence[Any],
-    ratings: Sequence[float],
-    turn: Callable[[Any], Message] = image_turn,
+    row: Row, prompt: Any, images: Sequence[Any], ratings: Sequence[float], turn: Callable[[Any], Message] = image_turn
 ) -> ParsedRow:
     """Return images that answer a prompt; the row's `images` (one to edit, say) belong to the prompt."""
     before = with_media(row, question_turns(row, prompt))

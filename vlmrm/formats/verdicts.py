@@ -76,10 +76,7 @@ def _layout(
     verdicts = [*((column,) for column in (*VERDICTS, *more)), *NUMBERS]
     # `chosen` and `rejected` answers are the answers, whatever else the row has: two images of the question, say.
     return layout(
-        name,
-        any_of=[sides, verdicts],
-        optional=[*MEDIA, "system", *PROMPTS, *EXTRAS, *optional],
-        without=["rejected"],
+        name, any_of=[sides, verdicts], optional=[*MEDIA, "system", *PROMPTS, *EXTRAS, *optional], without=["rejected"]
     )
 
 

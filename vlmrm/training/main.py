@@ -342,14 +342,7 @@ def build_trainer(make: Callable[..., Any], **arguments: Any) -> Any:
 
 def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval_dataset: Any) -> None:
     """Read a sample of the rows, and refuse data of which none or too little can be used."""
-    from vlmrm.training.survey import (
-        can_evaluate,
-        can_train,
-        check_survey,
-        few_prompts,
-        shared_prompts,
-        survey,
-    )
+    from vlmrm.training.survey import can_evaluate, can_train, check_survey, few_prompts, shared_prompts, survey
 
     data_args, args = arguments.data, arguments.training
     collator = survey_collator(arguments, processor)

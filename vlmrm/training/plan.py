@@ -38,15 +38,7 @@ from vlmrm.training.engines import engine_of
 from vlmrm.training.folder import check_base, check_settings, check_unlocked, restart_of, training_settings
 from vlmrm.training.main import base_digest, build_collator, build_model, build_trainer, launch_alone, survey_collator
 from vlmrm.training.memory import Memory, estimate_memory, free_memory
-from vlmrm.training.survey import (
-    Survey,
-    can_evaluate,
-    can_train,
-    check_survey,
-    few_prompts,
-    shared_prompts,
-    survey,
-)
+from vlmrm.training.survey import Survey, can_evaluate, can_train, check_survey, few_prompts, shared_prompts, survey
 from vlmrm.training.trainer import ComparisonTrainer
 
 SAMPLE = 500  # rows that a plan reads
