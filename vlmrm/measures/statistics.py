@@ -42,11 +42,6 @@ def log_losses(margins: np.ndarray) -> np.ndarray:
     return -log_expit(margins)
 
 
-def negative_log_likelihood(margins: np.ndarray) -> float:
-    """Return the mean -log σ(margin): the Bradley-Terry loss of the preferences. NaN for no pairs."""
-    return float(np.mean(log_losses(margins))) if len(margins) else float("nan")
-
-
 def squared_errors(margins: np.ndarray) -> np.ndarray:
     """Return (1 - σ(margin))² of each of margins[N], the same in both directions: their mean is the Brier score."""
     return expit(-margins) ** 2
@@ -66,13 +61,6 @@ def reliability(margins: np.ndarray) -> list[ReliabilityBin]:
         ReliabilityBin(float(edges[i]), float(edges[i + 1]), int(counts[i]), float(means[i]), float(frequencies[i]))
         for i in range(BINS)
     ]
-
-
-def expected_calibration_error(table: list[ReliabilityBin]) -> float:
-    """Return the mean |probability - frequency| of the bins, weighted by their counts. NaN for no pairs."""
-    total = sum(row.count for row in table)
-    errors = (row.count * abs(row.probability - row.frequency) for row in table if row.count)
-    return sum(errors) / total if total else float("nan")
 
 
 def fitted_temperature(margins: np.ndarray) -> float:
