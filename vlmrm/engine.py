@@ -1,6 +1,6 @@
-"""The only loop that runs a reward model over conversations: render, batch under the token budget, forward, reorder.
+"""Score conversations with a reward model: render, batch under the token budget, forward, reorder.
 
-Every score comes from here, and is checked to be finite.
+Every score that anybody is given comes from here, and is checked to be finite. A training step runs the model itself.
 """
 
 from __future__ import annotations

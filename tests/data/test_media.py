@@ -14,7 +14,7 @@ from qwen_vl_utils import vision_process
 
 from vlmrm.conversation import FRAME_PIXELS, Video, VideoOptions
 from vlmrm.data.media import PathRules, media_key, open_image, open_video
-from vlmrm.data.media_cache import media_round
+from vlmrm.data.media_round import media_round
 from vlmrm.errors import MediaError
 from vlmrm.formats.openai import read_reference
 

@@ -27,7 +27,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vlmrm.conversation import FRAME_PIXELS, Messages, Part, Text, Video, VideoOptions
 from vlmrm.data.arguments import INPUT_KEYS
-from vlmrm.data.media_cache import once
+from vlmrm.data.media_round import once
 from vlmrm.errors import MediaError
 
 if TYPE_CHECKING:
