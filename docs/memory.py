@@ -24,7 +24,7 @@ from vlmrm.logs import say
 from vlmrm.modeling.checkpoint import load_processor
 from vlmrm.modeling.tiny import make_tiny
 from vlmrm.training import memory
-from vlmrm.training.checks import RunArguments
+from vlmrm.training.arguments import RunArguments
 from vlmrm.training.main import survey_collator
 from vlmrm.training.memory import Memory, estimate_memory
 from vlmrm.training.survey import can_train, survey

@@ -20,8 +20,7 @@ from vlmrm.keys import FILE, read_words
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.rewards import RewardArguments
 from vlmrm.serving.settings import RewardSettings
-from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.checks import RunArguments
+from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
 from vlmrm.training.memory import estimate_memory
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ from torch import distributed
 from vlmrm import logs
 from vlmrm.batching.collator import plain_worker_errors
 from vlmrm.errors import TrainingError, VlmrmError
-from vlmrm.training.checks import RunArguments
+from vlmrm.training.arguments import RunArguments
 from vlmrm.training.folder import plain_rank_errors
 from vlmrm.training.main import end_with_launcher, is_out_of_memory
 from vlmrm.training.plan import launch

@@ -19,7 +19,7 @@ from vlmrm.data.comparisons import load_train_and_eval
 from vlmrm.modeling import lora_config
 from vlmrm.modeling.checkpoint import load_processor
 from vlmrm.training import memory
-from vlmrm.training.checks import RunArguments
+from vlmrm.training.arguments import RunArguments
 from vlmrm.training.main import build_collator, build_model, survey_collator
 from vlmrm.training.memory import Memory, estimate_memory, heaviest_forward, planned_model, run_step, trace_step
 from vlmrm.training.survey import can_train, survey

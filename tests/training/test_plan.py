@@ -12,7 +12,7 @@ from runs import colour_pairs, short_training, square
 from vlmrm import cli
 from vlmrm.commands.plan import format_plan
 from vlmrm.training import plan as planning
-from vlmrm.training.checks import RunArguments
+from vlmrm.training.arguments import RunArguments
 from vlmrm.training.folder import output_lock
 from vlmrm.training.plan import count_steps, plan_training
 

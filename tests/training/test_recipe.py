@@ -10,8 +10,7 @@ from vlmrm import cli
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.training import train
-from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.checks import RunArguments
+from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
 from vlmrm.training.recipe import DataFacts, Machine, choose_method, configuration, default_model, facts_of_data
 
 DATA = DataFacts(("pairs.jsonl",), rows=20_000, images=True, held_out=0.05)

@@ -28,7 +28,7 @@ def train(config: Configuration = (), /, **keys: Any) -> TrainingResult:
     """
     # Heavy imports, so that `from vlmrm import train` takes no time.
     from vlmrm.data.tables import name_tables
-    from vlmrm.training.checks import RunArguments
+    from vlmrm.training.arguments import RunArguments
     from vlmrm.training.engines import engine_environment
     from vlmrm.training.folder import output_lock, plain_rank_errors
     from vlmrm.training.main import Run

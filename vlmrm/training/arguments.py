@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 import trl
 from torch.distributed import DistError
 
-from vlmrm.config import kinds_of
+from vlmrm.config import Configuration, kinds_of, parse, written_keys
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, first_line
 from vlmrm.modeling.arguments import ModelArguments
@@ -163,3 +163,38 @@ class RewardConfig(RewardTrainingArguments, DataArguments, ModelArguments):
         ModelArguments.__post_init__(self)
         DataArguments.__post_init__(self)
         RewardTrainingArguments.__post_init__(self)
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """All keys of one training; `written` are those that the user wrote, in the file or on the command line."""
+
+    model: ModelArguments
+    data: DataArguments
+    training: RewardTrainingArguments
+    written: frozenset[str]
+
+    @classmethod
+    def parse(cls, config: Configuration, program: str, **keys: Any) -> RunArguments:
+        """Return the keys of a configuration, of which `keys` override some."""
+        parsed = parse((ModelArguments, DataArguments, RewardTrainingArguments), config, program, **keys)
+        return cls(*parsed, written=frozenset(written_keys(config) | keys.keys()))
+
+    @classmethod
+    def of(cls, model: ModelArguments, data: DataArguments, training: RewardTrainingArguments) -> RunArguments:
+        """Return the keys of objects made in Python: those that differ from their defaults count as written.
+
+        Not the evaluation set, which is also for `trainer.evaluate()`.
+        """
+        changed = {
+            field.name
+            for group in (model, data, training)
+            for field in fields(group)
+            if getattr(group, field.name)
+            != (field.default if field.default_factory is MISSING else field.default_factory())
+        }
+        return cls(model, data, training, frozenset(changed - {"eval_dataset_path"}))
+
+    def value(self, key: str) -> Any:
+        groups = (self.model, self.data, self.training)
+        return next(getattr(group, key) for group in groups if hasattr(group, key))

@@ -9,62 +9,21 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
 from transformers.integrations import get_available_reporting_integrations
 
-from vlmrm.config import Configuration, parse, written_keys
-from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, TrainingError, first_line
 from vlmrm.files import size_text
 from vlmrm.libraries import missing
-from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.manifest import BEST, FINAL, TRAINING_LOCK, find_checkpoints
 from vlmrm.settings import did_you_mean
-from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
 from vlmrm.training.callbacks import LOGGED
 from vlmrm.training.engines import check_combination
 from vlmrm.training.optimizer import check_optimizer, optimizer_bytes
-
-
-@dataclass(frozen=True)
-class RunArguments:
-    """All keys of one training; `written` are those that the user wrote, in the file or on the command line."""
-
-    model: ModelArguments
-    data: DataArguments
-    training: RewardTrainingArguments
-    written: frozenset[str]
-
-    @classmethod
-    def parse(cls, config: Configuration, program: str, **keys: Any) -> RunArguments:
-        """Return the keys of a configuration, of which `keys` override some."""
-        parsed = parse((ModelArguments, DataArguments, RewardTrainingArguments), config, program, **keys)
-        return cls(*parsed, written=frozenset(written_keys(config) | keys.keys()))
-
-    @classmethod
-    def of(cls, model: ModelArguments, data: DataArguments, training: RewardTrainingArguments) -> RunArguments:
-        """Return the keys of objects made in Python: those that differ from their defaults count as written.
-
-        Not the evaluation set, which is also for `trainer.evaluate()`.
-        """
-        changed = {
-            field.name
-            for group in (model, data, training)
-            for field in fields(group)
-            if getattr(group, field.name)
-            != (field.default if field.default_factory is MISSING else field.default_factory())
-        }
-        return cls(model, data, training, frozenset(changed - {"eval_dataset_path"}))
-
-    def value(self, key: str) -> Any:
-        groups = (self.model, self.data, self.training)
-        return next(getattr(group, key) for group in groups if hasattr(group, key))
-
 
 Check = Callable[[RunArguments], Iterable[str] | None]
 

@@ -44,8 +44,8 @@ from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, is_finished, local_fo
 from vlmrm.modeling.parts import IN_WORDS, trained_by_part
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.rendering import MediaLimits, Renderer
-from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.checks import CHECKS, RunArguments, check_disk, check_gpus, checkpoint_bytes
+from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
+from vlmrm.training.checks import CHECKS, check_disk, check_gpus, checkpoint_bytes
 from vlmrm.training.engines import reads_weights_once
 from vlmrm.training.folder import (
     SETTINGS,

@@ -32,8 +32,7 @@ from vlmrm.modeling import batcher_for, lora_config, reward_model_class
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.parts import freeze
 from vlmrm.modeling.quantization import layers_to_quantize
-from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.checks import RunArguments
+from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
 from vlmrm.training.engines import ENGINES, LAYER_KEYS, engine_of
 from vlmrm.training.main import build_collator, weight_dtype
 from vlmrm.training.optimizer import optimizer_bytes

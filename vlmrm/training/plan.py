@@ -33,7 +33,8 @@ from vlmrm.modeling import load_processor, lora_config
 from vlmrm.modeling.attention import resolve_attention
 from vlmrm.modeling.kernels import FLASH, TORCH
 from vlmrm.modeling.manifest import LIBRARIES
-from vlmrm.training.checks import CHECKS, RunArguments, check_disk, check_shared_out, check_visible
+from vlmrm.training.arguments import RunArguments
+from vlmrm.training.checks import CHECKS, check_disk, check_shared_out, check_visible
 from vlmrm.training.engines import engine_of
 from vlmrm.training.folder import check_base, check_settings, check_unlocked, restart_of, training_settings
 from vlmrm.training.main import base_digest, build_collator, build_model, build_trainer, launch_alone, survey_collator

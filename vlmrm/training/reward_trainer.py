@@ -11,8 +11,7 @@ from trl import RewardConfig as TRLRewardConfig
 from vlmrm.data.tables import InMemory
 from vlmrm.errors import ConfigError
 from vlmrm.files import require_new_folder
-from vlmrm.training.arguments import RewardConfig
-from vlmrm.training.checks import RunArguments
+from vlmrm.training.arguments import RewardConfig, RunArguments
 from vlmrm.training.folder import checkpoint_to_resume, output_lock
 from vlmrm.training.main import Run, TrainingResult, model_dir_of
 from vlmrm.training.trainer import ComparisonTrainer
