@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from vlmrm.training.losses import PreferenceLoss, bradley_terry_tie, rao_kupper_tie, rao_kupper_win, weights
+from vlmrm.training.losses import PreferenceLoss, bradley_terry_tie, pair_weights, rao_kupper_tie, rao_kupper_win
 
 
 def pairs_of(rows: list[tuple]) -> dict[str, torch.Tensor]:
@@ -22,7 +22,7 @@ SCORES = torch.tensor([1.5, -0.5, 0.25, 2.0], dtype=torch.float64)
 
 
 def total(loss: PreferenceLoss, scores: torch.Tensor, pairs: dict[str, torch.Tensor]) -> float:
-    return sum(loss(scores, pairs, weights(pairs)).values()).item()
+    return sum(loss(scores, pairs, pair_weights(pairs)).values()).item()
 
 
 def test_bradley_terry_is_the_mean_of_minus_log_sigmoid():
@@ -68,7 +68,7 @@ def test_the_irrelevant_loss_is_least_at_a_tie_and_is_weighted():
     assert bradley_terry_tie(torch.tensor(1.0)) > bradley_terry_tie(torch.tensor(0.0))
     preference = (0, 1, 0, 1, 0, 0)
     pairs = pairs_of([preference, (2, 3, 0, 1, 1, 1)])
-    parts = PreferenceLoss(irrelevant_weight=0.3)(SCORES, pairs, weights(pairs))
+    parts = PreferenceLoss(irrelevant_weight=0.3)(SCORES, pairs, pair_weights(pairs))
     d = 1.75
     expected = -0.5 * 0.3 * (math.log(1 / (1 + math.exp(-d))) + math.log(1 / (1 + math.exp(d))))
     assert parts["irrelevant"].item() == pytest.approx(expected, rel=1e-6)
@@ -89,7 +89,7 @@ def test_scores_of_half_precision_are_compared_in_float32():
 
 def test_centring_adds_the_square_of_the_sum():
     pairs = pairs_of([(0, 1, 0, 1, 0, 0)])
-    parts = PreferenceLoss(center_coefficient=0.01)(SCORES, pairs, weights(pairs))
+    parts = PreferenceLoss(center_coefficient=0.01)(SCORES, pairs, pair_weights(pairs))
     assert parts["center"].item() == pytest.approx(0.01 * 1.0**2, rel=1e-6)
 
 
@@ -98,7 +98,7 @@ def test_the_loss_of_a_step_does_not_depend_on_how_it_is_split():
     unsplit = pairs_of(rows)
     loss = PreferenceLoss(irrelevant_weight=0.5, center_coefficient=0.01)
     parts = [pairs_of(rows[:1]), pairs_of(rows[1:])]
-    totals = weights(unsplit)
+    totals = pair_weights(unsplit)
     split = sum(sum(loss(SCORES, part, totals).values()).item() for part in parts)
     assert split == pytest.approx(total(loss, SCORES, unsplit), rel=1e-6)
 

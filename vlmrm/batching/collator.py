@@ -196,14 +196,14 @@ class ComparisonCollator:
 
     def __call__(self, rows: Sequence[dict[str, Any]]) -> Batch:
         cache: dict[str, ProcessedMedia] = {}
-        units: list[_Unit] = []
+        units: list[_RenderedComparison] = []
         dropped: list[tuple[int, RowError]] = []
         for row in rows:
             comparison = row["comparison"]
             try:
                 if isinstance(comparison, RowError):
                     raise comparison
-                unit = _Unit(row["index"], comparison, self._render(comparison, cache))
+                unit = _RenderedComparison(row["index"], comparison, self._render(comparison, cache))
                 if "sampled" in row:
                     unit.altered = self._alter(row, cache)
                 units.append(unit)
@@ -235,7 +235,7 @@ class ComparisonCollator:
             return [list(range(len(conversations)))]
         return self.batcher.split(conversations, self.max_tokens_per_batch)
 
-    def _part(self, units: Sequence[_Unit]) -> Part:
+    def _part(self, units: Sequence[_RenderedComparison]) -> Part:
         rendered = [item for unit in units for item in unit.branches]
         pairs: list[tuple[int, int, float, float, bool, bool, bool]] = []  # in the order of PAIR_TYPES
         start = 0
@@ -325,7 +325,7 @@ class ComparisonCollator:
         return trimmed
 
     def _add_irrelevant(
-        self, units: Sequence[_Unit], irrelevant: IrrelevantQueries, cache: dict[str, ProcessedMedia]
+        self, units: Sequence[_RenderedComparison], irrelevant: IrrelevantQueries, cache: dict[str, ProcessedMedia]
     ) -> None:
         """Add each comparison's best and worst answer under the prompts of donors.
 
@@ -354,7 +354,7 @@ class OverlongError(RowError):
 
 
 @dataclass
-class _Unit:
+class _RenderedComparison:
     """One comparison's conversations, those of its interventions, and its irrelevant pairs (better, worse, weight)."""
 
     index: int

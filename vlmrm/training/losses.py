@@ -34,7 +34,7 @@ class PreferenceLoss:
     def __call__(self, scores: torch.Tensor, pairs: Pairs, totals: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the terms of the loss over scores[B] by name; their sum is the loss.
 
-        `totals` [2]: the summed weights of preference pairs and of irrelevant pairs over the whole step (`weights`).
+        `totals` [2]: the summed weights of preference pairs and of irrelevant pairs over the whole step (`pair_weights`).
         """
         scores = scores.float()
         chosen, rejected = scores[pairs["chosen"]], scores[pairs["rejected"]]
@@ -56,7 +56,7 @@ class PreferenceLoss:
         return parts
 
 
-def weights(pairs: Pairs) -> torch.Tensor:
+def pair_weights(pairs: Pairs) -> torch.Tensor:
     """Return the summed weights of the preference pairs and of the irrelevant pairs of one batch, [2]."""
     irrelevant = pairs["irrelevant"]
     return torch.stack([(~irrelevant * pairs["weight"]).sum(), (irrelevant * pairs["weight"]).sum()])

@@ -22,7 +22,7 @@ from vlmrm.data.media import media_key
 from vlmrm.errors import ConfigError, MediaError, RowError, TrainingError
 from vlmrm.logs import counted
 from vlmrm.measures.audit import PROMPTS
-from vlmrm.training.losses import weights
+from vlmrm.training.losses import pair_weights
 
 SAMPLE = 64  # rows that a training renders before its first step
 LOOKED = 10_000  # rows whose margins are read, and that are compared with each other
@@ -120,7 +120,7 @@ class Survey:
 
 def can_train(pairs: dict[str, torch.Tensor]) -> bool:
     """Return whether some pair has a weight above 0."""
-    return bool(weights(pairs).sum() > 0)
+    return bool(pair_weights(pairs).sum() > 0)
 
 
 def can_evaluate(pairs: dict[str, torch.Tensor]) -> bool:

@@ -31,7 +31,7 @@ from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import LOGGED, Bar, CurvesCallback, FiguresCallback, PreemptionCallback, RowTally
 from vlmrm.training.engines import describe, own_part, reduce_all
 from vlmrm.training.folder import CompleteCheckpoints, any_rank
-from vlmrm.training.losses import weights
+from vlmrm.training.losses import pair_weights
 from vlmrm.training.optimizer import check_rates, keep_head_in_32_bits, logged_rates, rate_of, set_rate, split_groups
 from vlmrm.training.step import TrainingStep, not_finite
 
@@ -171,7 +171,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         totals = torch.zeros(8, dtype=torch.float64)
         for batch in batch_samples:
             for part in batch["parts"]:
-                totals[:2] += weights(part["pairs"]).cpu()
+                totals[:2] += pair_weights(part["pairs"]).cpu()
                 totals[4] += len(part["rows"]["index"])
                 totals[6:] += torch.tensor(part["cut"])
             totals[2:4] += torch.tensor([batch["counts"]["tokens"], batch["counts"]["pairs"]])
