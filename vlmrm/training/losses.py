@@ -34,7 +34,7 @@ class PreferenceLoss:
     def __call__(self, scores: torch.Tensor, pairs: Pairs, totals: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the terms of the loss over scores[B] by name; their sum is the loss.
 
-        `totals` [2]: the summed weights of preference pairs and of irrelevant pairs over the whole step (`pair_weights`).
+        `totals` [2]: the summed `pair_weights` of preference pairs and of irrelevant pairs over the whole step.
         """
         scores = scores.float()
         chosen, rejected = scores[pairs["chosen"]], scores[pairs["rejected"]]
