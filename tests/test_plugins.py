@@ -35,7 +35,7 @@ from vlmrm.formats.layout import CHOSEN, REJECTED, ParsedRow, layout, prompt_tur
 from vlmrm.formats.openai import read_messages
 from vlmrm.measures.interventions import Intervention, register as register_intervention
 from vlmrm.measures.metrics import Metric, register as register_metric, share_of
-from vlmrm.training.losses import PAIR_LOSSES
+from vlmrm.training.losses import register as register_loss
 
 
 def empty_answers(comparison, donors=()):
@@ -52,7 +52,7 @@ def better_worse(row):
 register_layout(better_worse)
 register_metric(Metric("sure", "margins above 3", lambda p: share_of(p.margins > 3), better="higher", column=True))
 register_intervention(Intervention("empty_answers", empty_answers, "style", "no answers", "without answers"))
-PAIR_LOSSES["hinge"] = lambda difference, tie, threshold: torch.relu(1 - difference)
+register_loss("hinge", lambda difference, tie, threshold: torch.relu(1 - difference))
 
 
 def lengths(conversations):

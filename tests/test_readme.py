@@ -163,7 +163,7 @@ def check_command(words: list[str]) -> None:
         case ["make", verb, *settings]:
             makefile = (ROOT / "Makefile").read_text()
             assert f"\n{verb}:" in makefile
-            assert all(f"$({setting.partition('=')[0]}:" in makefile for setting in settings), settings
+            assert all(re.search(rf"\$\({setting.partition('=')[0]}[:)]", makefile) for setting in settings), settings
         case ["python", "-m", module, *rest]:
             path = ROOT / module.replace(".", "/")
             files = path.glob("*.py") if path.is_dir() else [path.with_suffix(".py")]
@@ -385,7 +385,7 @@ def test_every_file_and_module_that_is_named_exists(page):
 
 def test_every_name_in_contributing_is_one_of_the_code():
     text = re.sub(r"```.*?```", "", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
-    files = [path for folder in ("vlmrm", "tests", "docs") for path in (ROOT / folder).rglob("*.py")]
+    files = [path for folder in ("vlmrm", "tests", "docs", "drives") for path in (ROOT / folder).rglob("*.py")]
     known = {word for path in files for word in re.findall(r"\w+", path.read_text())} | {path.name for path in files}
     for name in re.findall(r"`(\w+(?:\.\w+)?)`", text):
         parts = {name} if name.endswith(".py") else set(name.split("."))
@@ -405,7 +405,7 @@ def test_the_picture_of_the_storeys_is_that_of_import_linter():
         for name in names.split()
     }
     storeys = [re.findall(r"\w+", layer) for layer in layers]
-    assert [name for names in storeys for name in names if name not in heights] == []
+    assert {name for names in storeys for name in names} == {*heights}
     for above, below in itertools.pairwise(storeys):
         assert max(heights[name] for name in above) <= min(heights[name] for name in below), (above, below)
 

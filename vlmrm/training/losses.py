@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid
 
+from vlmrm.errors import ConfigError
+
 Pairs = Mapping[str, torch.Tensor]
 
 
@@ -88,6 +90,13 @@ def rao_kupper_tie(difference: torch.Tensor, threshold: float) -> torch.Tensor:
     )
 
 
-# By the key `pair_loss`: the loss [N] of pairs, from difference[N] = r_chosen - r_rejected - margin, tie[N] and
-# `tie_threshold`. A plugin adds its own.
-PAIR_LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {"bradley_terry": bradley_terry}
+# From difference[N] = r_chosen - r_rejected - margin, tie[N] and the key `tie_threshold`, the loss of each pair, [N].
+PairLoss = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+PAIR_LOSSES: dict[str, PairLoss] = {"bradley_terry": bradley_terry}  # by the key `pair_loss`
+
+
+def register(name: str, loss: PairLoss) -> None:
+    """Add a loss of pairs, as a plugin does; a tie is no win of either side, and `tie_threshold` may be above 0."""
+    if name in PAIR_LOSSES:
+        raise ConfigError(f"there is already a loss {name}: give yours another name.")
+    PAIR_LOSSES[name] = loss
