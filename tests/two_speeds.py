@@ -130,6 +130,13 @@ class TwoSpeeds:
             chunks.append((seconds, chunk))
         yield from (chunk for _, chunk in sorted(chunks, key=lambda it: -it[0]))
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Name what failed at once; the reasons come at the end."""
+        terminal = self.config.pluginmanager.getplugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.write_line(f" {report.nodeid}")
+
     # ---- what is said at the end --------------------------------------------------------------------------
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
