@@ -34,7 +34,7 @@ test: $(INSTALLED)  ## run the tests of little work, in minutes (T=tests/batchin
 
 # Four at a time even on two cores: many wait for processes more than they compute.
 test-all: $(INSTALLED)  ## run every test (T=tests/batching: those of a folder or file)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --workers 4 $(T)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --workers 4 $(REST) $(T)
 
 lowest: $(LOWEST)  ## run the heart's tests with the lowest versions that pyproject.toml allows
 	OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest -q --workers 4 $(HEART)

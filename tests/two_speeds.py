@@ -32,6 +32,7 @@ CHUNK = 20.0  # a file's items go to one worker, unless they take longer
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("vlmrm")
     group.addoption("--cheap", action="store_true", help="leave out slow items, unless they are smoke tests")
+    group.addoption("--rest", action="store_true", help="run what --cheap leaves out")
     group.addoption("--workers", type=int, default=1, help="processes, forked after collection")
     group.addoption("--guard", action="store_true", help="fail where an item that is not slow takes a CPU second")
     group.addoption("--durations-file", help="write the items that are slow here")
@@ -59,10 +60,12 @@ class TwoSpeeds:
         for item in items:
             if item.nodeid in self.listed:
                 item.add_marker("slow")
-        if self.config.option.cheap:
+        option = self.config.option
+        if option.cheap or option.rest:
             cheap = [it for it in items if not it.get_closest_marker("slow") or it.get_closest_marker("smoke")]
-            self.left_out = len(items) - len(cheap)
-            items[:] = cheap
+            rest = [it for it in items if it.get_closest_marker("slow") and not it.get_closest_marker("smoke")]
+            self.left_out = len(rest) if option.cheap else 0
+            items[:] = cheap if option.cheap else rest
 
     # ---- what an item costs -------------------------------------------------------------------------------
 
