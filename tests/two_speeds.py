@@ -212,6 +212,8 @@ class Worker:
                 [self.running] = what
             elif kind == "report":
                 report = hook.pytest_report_from_serializable(config=self.session.config, data=what[0])
+                if isinstance(report.longrepr, list):  # JSON knows no tuples, and a skip has one
+                    report.longrepr = tuple(report.longrepr)
                 hook.pytest_runtest_logreport(report=report)
             elif kind == "costs":
                 run.seconds |= what[0]
