@@ -40,13 +40,15 @@ def _messages_reach_caplog(monkeypatch) -> Generator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _no_server_is_known_from_another_test() -> Generator[None]:
-    """A port may be another server's in another test."""
+def _nothing_is_known_from_another_test() -> Generator[None]:
+    """A port may be another server's in another test, and the environment another."""
     yield
     if (servers := sys.modules.get("vlmrm.rewards.servers")) is not None:
         servers._origins.clear()
     if (http := sys.modules.get("vlmrm.http")) is not None:
         http._said_at.clear()
+    if (wandb := sys.modules.get("wandb")) is not None:
+        wandb.teardown()  # it reads the environment once
 
 
 class _Deprecations(logging.Handler):

@@ -43,7 +43,7 @@ from vlmrm.rewards import PointwiseRewardModel, RewardModelOutput, RewardSet
 
 GROUP = 8
 SHARES = (0.01, 0.1, 0.5)
-FAULTS = ("down", "slow", "nan", "type", "exception", "off_scale")
+FAULTS = ("down", "slow", "nan", "type", "off_scale")
 TELLING = {"shuffled": "held_out", "stuck": "saturation"}  # the metric that tells of a fault that is plausible
 SCORER_FAULTS = ("down", "nan", "type")  # what a scorer's row can be; an exception of a scorer ends the run
 BIAS, STALL = 0.05, 10.0
@@ -86,8 +86,6 @@ class Fragile(PointwiseRewardModel):
                     rewards[-1] = float("nan")
                 case "type":
                     rewards[-1] = "N/A"
-                case "exception":
-                    raise KeyError("score")
                 case "off_scale":
                     rewards[-1] = 1e6
                 case "shuffled":

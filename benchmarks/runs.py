@@ -71,7 +71,7 @@ def reward_checkpoint(base: Path, folder: Path, seed: int) -> Path:
     """Write the base with an untrained head, as training saves it."""
     load_for_training(base, seed=seed, dtype=torch.float32).save_pretrained(folder)
     processor = load_processor(base)
-    save_reward_files(folder, processor=processor, head="linear", min_pixels=None, max_pixels=None, provenance={})
+    save_reward_files(folder, processor=processor, head="linear", provenance={})
     write_complete(folder, world_size=1, step=seed)
     return folder
 

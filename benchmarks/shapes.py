@@ -193,9 +193,7 @@ def reward_checkpoint(
     text.vocab_size = max(text.vocab_size, len(processor.tokenizer))
     made = folder / "reward-model"
     reward_model(config, device, dtype)[0].save_pretrained(made)
-    save_reward_files(
-        made, processor=processor, head="linear", provenance={}, min_pixels=None, max_pixels=LARGEST_SIDE**2
-    )
+    save_reward_files(made, processor=processor, head="linear", provenance={}, shown={"max_pixels": LARGEST_SIDE**2})
     write_complete(made, world_size=1, step=0)
     return made
 

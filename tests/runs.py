@@ -112,7 +112,7 @@ def start(
 ) -> subprocess.Popen[str]:
     """Start a script of the repository, under torchrun for several processes, in `cwd`."""
     script = [str(ROOT / command[0]), *command[1:]]
-    launcher = [preloaded.python()]
+    launcher = [preloaded.python() if preexec_fn is None else sys.executable]  # a limit is of this process alone
     if processes > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     return subprocess.Popen(

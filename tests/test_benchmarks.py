@@ -10,7 +10,6 @@ import subprocess
 from functools import partial
 from pathlib import Path
 
-import preloaded
 import pytest
 import torch
 from conversations import rated
@@ -33,7 +32,7 @@ NOT_HERE = {"runs on CUDA alone", *(f"{package} is not installed" for package in
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([preloaded.python(), "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    return subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("name", [*BENCHMARKS, "soak"])

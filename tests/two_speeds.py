@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import selectors
 import signal
+import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
@@ -248,8 +250,13 @@ def run_chunks(
     preloaded.start()
     config = session.config
     capture = config.pluginmanager.getplugin("capturemanager")
+    before = sys.stdout, sys.stderr
     capture.stop_global_capturing()  # its file is the parent's
     capture.start_global_capturing()
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            if isinstance(handler, logging.StreamHandler) and handler.stream in before:
+                handler.setStream(sys.stderr)
     config.pluginmanager.unregister(name="terminalreporter")
     reports = Reports(config, output)
     config.pluginmanager.register(reports)

@@ -280,15 +280,6 @@ def test_a_sweep_that_cannot_read_its_data_does_not_write_into_another_s_output(
     assert not Path("results.json").exists()
 
 
-def test_a_file_system_without_locks_is_named(run_folder, data, monkeypatch):
-    def acquire(*args, **kwargs):
-        raise NotImplementedError("FileSystem does not appear to support flock; use SoftFileLock instead")
-
-    monkeypatch.setattr(FileLock, "acquire", acquire)
-    with pytest.raises(ConfigError, match=r"results\.csv\.lock cannot be written \(its file system has no locks\): "):
-        sweep(asked(run_folder, data))
-
-
 def test_a_sweep_under_kill_leaves_whole_files(run_folder, data, here):
     process = start(["eval_rm.py"], *asked(run_folder, data), cwd=here)
     assert process.stdout is not None

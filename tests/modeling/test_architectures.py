@@ -85,7 +85,7 @@ def test_opens_with_transformers_alone_and_names_what_vllm_looks_for(tiny_checkp
 
 def test_other_architectures_go_through_the_factory_and_say_so(tmp_path, caplog, monkeypatch):
     monkeypatch.delitem(families.BY_MODEL_TYPE, "llava")
-    reward_model._generated_class.cache_clear()
+    reward_model._class_for.cache_clear()
     language_model = AutoModelForImageTextToText.from_config(tiny_llava())
     language_model.save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING, "vlmrm"):

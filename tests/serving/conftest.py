@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
-import preloaded
 import pytest
 import torch
 from redis_server import RedisServer
 from services import LONGEST_S, Hangs
-
-from vlmrm.serving.worker_process import open_process
 
 
 @pytest.fixture(autouse=True)
@@ -63,13 +59,3 @@ def start_redis(tmp_path) -> Generator[Callable[..., RedisServer]]:
     yield start
     for server in started:
         server.end()
-
-
-@pytest.fixture(autouse=True)
-def _workers_start_from_what_is_imported(monkeypatch) -> None:
-    """Fork the processes of workers; those that tests start themselves, and other environments', begin anew."""
-
-    async def open_fork(python: str) -> Any:
-        return await open_process(preloaded.python() if python == sys.executable else python)
-
-    monkeypatch.setattr("vlmrm.serving.worker_process.open_process", open_fork)

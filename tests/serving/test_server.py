@@ -237,4 +237,4 @@ def test_idle_connections_take_no_room_from_new_ones(tmp_path):
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
         assert httpx.get(f"{url}/health", timeout=60).status_code == 200
-        assert "as many as the limit of open files leaves" in "".join(lines_until(process, "connections are open"))
+        assert "as many as the limit of files leaves" in "".join(lines_until(process, "connections are open"))

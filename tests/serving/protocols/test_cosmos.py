@@ -176,7 +176,7 @@ async def test_a_newer_client_can_tell_what_is_queued_running_and_unknown(tmp_pa
             {"geneval_tags": ["a" * 9000, "b"], "geneval_includes": [[], []]},
             npy(IMAGES),
             400,
-            "over 4096 for each of 2",
+            "over 4096 for each sample",
         ),
         ({}, npy(VIDEOS), 400, "images are uint8 [2, 3, 6, 5, 4]"),
         ({}, npy(IMAGES / 255), 400, "images are float64"),
