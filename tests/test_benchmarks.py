@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 

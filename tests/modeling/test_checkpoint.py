@@ -101,9 +101,7 @@ def test_a_reward_model_keeps_its_kind_of_head(tiny_reward_model):
 
 
 def test_a_plain_language_model_does_not_score(tiny_checkpoint):
-    with pytest.raises(
-        CheckpointError, match="Qwen2_5_VLForConditionalGeneration and has no reward head of ours: train it"
-    ):
+    with pytest.raises(CheckpointError, match="Qwen2_5_VLForConditionalGeneration and has no reward head of ours"):
         load_checkpoint(tiny_checkpoint)
 
 
