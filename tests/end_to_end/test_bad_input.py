@@ -134,6 +134,7 @@ def test_a_command_overwrites_nothing_that_it_did_not_make(refused, tiny_reward_
     assert kept(folder) == before
 
 
+@pytest.mark.smoke
 def test_an_earlier_demo_is_replaced(tmp_path, monkeypatch, capsys):
     """Also one that was interrupted."""
 

@@ -53,6 +53,7 @@ def terminate_after(steps: int, process) -> None:
     raise AssertionError(f"it ended before:\n{''.join(text)}")
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_any_step_and_resumed_equals_uninterrupted(tmp_path, tiny_checkpoint, train_here, kind):
     data = colour_lists(tmp_path / "data", 10)

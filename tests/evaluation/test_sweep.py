@@ -113,6 +113,7 @@ def test_batches_are_collated_once_for_a_training_and_scores_are_those_of_each_b
     pd.testing.assert_frame_equal(numbers, pd.concat(frames, ignore_index=True)[list(numbers)], check_exact=True)
 
 
+@pytest.mark.smoke
 def test_every_checkpoint_has_a_row_in_natural_order(run_folder, data):
     result = sweep(asked(run_folder, data, interventions=["blank_image", "swapped_prompt"]))
     rows = read_csv()

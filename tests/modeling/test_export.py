@@ -115,6 +115,7 @@ def test_the_readme_says_how_to_serve_it_and_the_pinned_sample_checks_a_copy(tin
     assert json.loads((folder / "COMPLETE.json").read_text())["step"] == 7
 
 
+@pytest.mark.smoke
 def test_adapters_are_merged(adapter, tmp_path):
     Image.new("RGB", (56, 56), "red").save(tmp_path / "red.png")
     messages = about(tmp_path / "red.png")

@@ -117,6 +117,7 @@ def scored(*config: list[dict], size: int = ROUND) -> Rewards:
     return RewardSet([reward for part in config for reward in part])(prompt=["a cat"] * size, image=images)
 
 
+@pytest.mark.smoke
 def test_all_rewards_of_a_server_that_answers_errors_share_one_breaker(start):
     server = start()
     outcome = scored(judges(server.url, "one", "two"), services(server.url, "three", "four"))

@@ -199,6 +199,7 @@ def check(route: str, renderer: Renderer, conversation: Conversation) -> None:
     assert shown(renderer, carried) == shown(renderer, conversation)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("route", ROUTES)
 @given(conversation=conversations())
 @settings(max_examples=40)

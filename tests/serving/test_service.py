@@ -434,6 +434,7 @@ async def test_what_was_accepted_is_finished_when_the_service_stops(tmp_path):
     assert [status.outcomes for status in statuses] == [[Outcome(float(n))] for n in range(4)]
 
 
+@pytest.mark.smoke
 @in_loop
 async def test_rewards_have_their_own_workers_and_environments():
     rewards_ = [fake("one", replicas=2), fake("two", options={"info": {"by": "two"}})]

@@ -49,6 +49,7 @@ def changed(before, after) -> set[str]:
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("head", ["linear", "mlp"])
 def test_every_weight_learns_and_the_result_can_score(train_here, tmp_path, tiny_checkpoint, data, head):
     result = train_here(data, head=head)
@@ -73,6 +74,7 @@ def test_a_frozen_part_stays(train_here, tiny_checkpoint, data, part, prefix):
         assert names == set(weights(result.model_dir)) - frozen
 
 
+@pytest.mark.smoke
 def test_adapters_and_head_are_all_that_lora_trains(train_here, tiny_checkpoint, data):
     result = train_here(data, use_peft=True, lora_r=4)
     saved = weights(result.model_dir)

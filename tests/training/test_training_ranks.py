@@ -38,6 +38,7 @@ def test_a_process_alone_computes_for_itself():
         from_first_rank(lambda: (_ for _ in ()).throw(DataError("it cannot be read")))
 
 
+@pytest.mark.smoke
 def test_the_first_rank_computes_for_all_and_all_hear_of_its_error(tmp_path):
     (tmp_path / "two_ranks.py").write_text(TWO_RANKS)
     launch = [preloaded.python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -31,6 +31,7 @@ def output(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.smoke
 def test_it_says_what_the_policy_truly_learned(output, capsys):
     cli.app(["frames", "demo", "--output", str(output)], result_action="return_value", exit_on_error=False)
     text = capsys.readouterr().out
