@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 import selectors
 import signal
-import sys
+import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
@@ -250,13 +249,12 @@ def run_chunks(
     preloaded.start()
     config = session.config
     capture = config.pluginmanager.getplugin("capturemanager")
-    before = sys.stdout, sys.stderr
-    capture.stop_global_capturing()  # its file is the parent's
-    capture.start_global_capturing()
-    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
-        for handler in getattr(logger, "handlers", ()):
-            if isinstance(handler, logging.StreamHandler) and handler.stream in before:
-                handler.setStream(sys.stderr)
+    for stream in (capture._global_capturing.out, capture._global_capturing.err):
+        if stream is not None:  # what is open stays open, as libraries have it, and is a file of this process
+            with tempfile.TemporaryFile() as own:
+                os.dup2(own.fileno(), stream.tmpfile.fileno())
+    capture.suspend_global_capture()
+    capture.resume_global_capture()
     config.pluginmanager.unregister(name="terminalreporter")
     reports = Reports(config, output)
     config.pluginmanager.register(reports)
