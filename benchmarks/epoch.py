@@ -17,7 +17,7 @@ from benchmarks import harness, runs
 from benchmarks.harness import Row, row
 from vlmrm.modeling import load_for_training, load_processor
 from vlmrm.training import train
-from vlmrm.training.losses import PreferenceLoss, weights
+from vlmrm.training.losses import PreferenceLoss, pair_weights
 
 PAIRS, BATCH = 160, 4
 LIMIT = 1.10
@@ -66,7 +66,7 @@ class Steps:
         started = time.perf_counter()
         for part in itertools.chain.from_iterable(batch["parts"] for batch in self.batches):
             scores = self.model(**part["inputs"][0]).logits.squeeze(-1)
-            losses = self.loss(scores, part["pairs"], weights(part["pairs"]))
+            losses = self.loss(scores, part["pairs"], pair_weights(part["pairs"]))
             torch.stack(list(losses.values())).sum().backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()

@@ -21,7 +21,7 @@ from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling import load_for_training, load_processor
 from vlmrm.modeling.attention import batcher_for
 from vlmrm.rendering import Renderer
-from vlmrm.training.losses import PreferenceLoss, weights
+from vlmrm.training.losses import PreferenceLoss, pair_weights
 from vlmrm.training.step import passes_of
 
 
@@ -123,7 +123,7 @@ def part_of(batcher, rendered, pairs, pieces) -> dict:
 
 
 def loss_of(scores, part):
-    terms = PreferenceLoss(center_coefficient=0.1)(scores, part["pairs"], weights(part["pairs"]))
+    terms = PreferenceLoss(center_coefficient=0.1)(scores, part["pairs"], pair_weights(part["pairs"]))
     return torch.stack(list(terms.values())).sum()
 
 
