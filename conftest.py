@@ -48,6 +48,8 @@ def _nothing_is_known_from_another_test() -> Generator[None]:
     if (http := sys.modules.get("vlmrm.http")) is not None:
         http._said_at.clear()
     if (wandb := sys.modules.get("wandb")) is not None:
+        if wandb.run is not None:
+            wandb.finish(quiet=True)
         wandb.teardown()  # it reads the environment once
 
 

@@ -196,12 +196,17 @@ def test_two_processes_watch_the_same_checkpoints(run_folder, data, tmp_path):
 # Bad input -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("keys", [{}, {"benchmark": "vl-rewardbench"}])
+def test_absent_data_are_refused_before_anything_is_written(run_folder, capsys, keys):
+    with pytest.raises(SystemExit, match="3"):
+        cli.run(lambda: cli.evaluate(*asked(run_folder, "absent.jsonl", **keys)))
+    assert "absent.jsonl does not exist" in capsys.readouterr().err and not Path("results.csv").exists()
+
+
 @pytest.mark.parametrize(
     ("keys", "code", "sentence"),
     [
         ({"dataset_path": "empty.jsonl"}, 3, "has no rows"),
-        ({"dataset_path": "absent.jsonl"}, 3, "absent.jsonl"),
-        ({"dataset_path": "absent.jsonl", "benchmark": "vl-rewardbench"}, 3, "absent.jsonl does not exist"),
         ({"group_by": "language"}, 2, "group_by names language, which no row"),
     ],
 )
