@@ -40,17 +40,13 @@ def _messages_reach_caplog(monkeypatch) -> Generator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_known_from_another_test() -> Generator[None]:
-    """A port may be another server's in another test, and the environment another."""
+def _no_server_is_known_from_another_test() -> Generator[None]:
+    """A port may be another server's in another test."""
     yield
     if (servers := sys.modules.get("vlmrm.rewards.servers")) is not None:
         servers._origins.clear()
     if (http := sys.modules.get("vlmrm.http")) is not None:
         http._said_at.clear()
-    if (wandb := sys.modules.get("wandb")) is not None:
-        if wandb.run is not None:
-            wandb.finish(quiet=True)
-        wandb.teardown()  # it reads the environment once
 
 
 class _Deprecations(logging.Handler):

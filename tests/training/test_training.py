@@ -273,7 +273,12 @@ def test_wandb_reports_without_a_network(train_here, tmp_path, data, monkeypatch
     monkeypatch.setenv("WANDB_MODE", "offline")
     for kind in ("", "CACHE_", "CONFIG_", "DATA_"):
         monkeypatch.setenv(f"WANDB_{kind}DIR", str(tmp_path / "wandb"))
+    import wandb
+
+    wandb.teardown()  # it reads the environment once
     train_here(data, max_steps=1, report_to="wandb")
+    wandb.finish(quiet=True)
+    wandb.teardown()
     assert list(tmp_path.glob("wandb/**/run-*.wandb"))
 
 
