@@ -277,7 +277,7 @@ def test_wandb_reports_without_a_network(train_here, tmp_path, data, monkeypatch
 
     wandb.teardown()  # it reads the environment once
     train_here(data, max_steps=1, report_to="wandb")
-    wandb.finish(quiet=True)
+    wandb.finish()
     wandb.teardown()
     assert list(tmp_path.glob("wandb/**/run-*.wandb"))
 
