@@ -173,7 +173,9 @@ def raised(call: Callable[[], Any], *words: str) -> str:
         said = "\n".join(chain(error))  # without source lines, where these words stand themselves
         missing = [word for word in words if word not in said]
         assert not missing, f"its error does not say {missing}: {said[-600:]}"
-        return f"the run ends with {type(error).__name__}"
+        # Of our errors the kind that users catch, as their own kinds may be split further.
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        return f"the run ends with {'RewardError' if 'RewardError' in kinds else kinds[0]}"
     raise AssertionError(f"nothing was raised; it gave {got!r:.200}")
 
 
