@@ -175,7 +175,8 @@ def raised(call: Callable[[], Any], *words: str) -> str:
         assert not missing, f"its error does not say {missing}: {said[-600:]}"
         # Of our errors the kind that users catch, as their own kinds may be split further.
         kinds = [kind.__name__ for kind in type(error).__mro__]
-        return f"the run ends with {'RewardError' if 'RewardError' in kinds else kinds[0]}"
+        ours = type(error).__module__.startswith("vlmrm") and "RewardError" in kinds
+        return f"the run ends with {'RewardError' if ours else kinds[0]}"
     raise AssertionError(f"nothing was raised; it gave {got!r:.200}")
 
 
