@@ -300,11 +300,11 @@ class Decoder:
         while True:
             status = await self._queue.wait(job_id, self._timeout)
             assert status is not None  # it was put
-            if status.finished:
-                break
-            if self.replica.error is not None and not self.replica.ready:
+            if not status.outcomes and self.replica.error is not None and not self.replica.ready:
                 await self._queue.cancel(job_id)
                 raise RowError("its latents cannot be decoded: the decoder cannot be loaded")
+            if status.finished:
+                break
         if status.state is not State.done or not status.outcomes:
             raise RowError(f"its latents cannot be decoded: {status.error}")
         [outcome] = status.outcomes
