@@ -19,6 +19,7 @@ from vlmrm import logs
 from vlmrm.batching.collator import plain_worker_errors
 from vlmrm.errors import TrainingError, VlmrmError
 from vlmrm.training.arguments import RunArguments
+from vlmrm.training.checks import check_required
 from vlmrm.training.folder import plain_rank_errors
 from vlmrm.training.main import end_with_launcher, is_out_of_memory
 from vlmrm.training.plan import launch
@@ -55,6 +56,15 @@ def test_a_worker_killed_while_it_hands_over_a_batch_is_named(error):
 )
 def test_want_of_memory_is_known_by_its_words(error, memory):
     assert is_out_of_memory(error) == memory
+
+
+@pytest.mark.parametrize(
+    ("keys", "remark"),
+    [({"learning_rate": 0}, "nothing is learned"), ({"max_steps": 5, "warmup_steps": 5}, "never reaches its value")],
+)
+def test_a_rate_that_teaches_nothing_is_remarked(tmp_path, keys, remark):
+    run = RunArguments.parse(short_training(tmp_path, tmp_path / "rows.jsonl", tmp_path / "out", **keys), "train")
+    assert [remark in said for said in check_required(run)] == [True]
 
 
 def test_a_log_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch, capsys):

@@ -34,7 +34,10 @@ LEAST = {
 
 
 def check_launcher() -> None:
-    """Refuse the environment of half a launcher, which torch would wait with."""
+    """Refuse the environment of half a launcher, which torch would wait with or answer with a traceback."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"):
+        if not (value := os.environ.get(name, "0")).isdigit():
+            raise ConfigError(f"{name} is {value!r} in the environment: it must be a whole number, or not be set.")
     missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR") if name not in os.environ]
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and missing:
         raise ConfigError(

@@ -91,6 +91,13 @@ def check_required(run: RunArguments) -> Iterator[str]:
         quantization_config(run.model)
         if args.use_cpu:
             yield "load_in_4bit on a CPU saves memory and no time: each layer is unpacked whenever it is used"
+    if args.learning_rate == 0:
+        yield "learning_rate is 0: nothing is learned"
+    if 0 < args.max_steps <= args.warmup_steps:
+        yield (
+            f"warmup_steps {args.warmup_steps:g} is not below max_steps {args.max_steps}: the learning rate never "
+            "reaches its value"
+        )
 
 
 def check_wandb() -> None:
@@ -113,6 +120,13 @@ def check_engine(run: RunArguments) -> None:
     check_combination(run.model, args)
     if args.fsdp and args.device.type == "cpu":
         raise ConfigError("fsdp does not run on a CPU: remove it, or use deepspeed: zero2.json.")
+    if args.deepspeed and args.device.type == "cpu":
+        for tool in ("ninja", os.environ.get("CXX", "c++")):
+            if shutil.which(tool) is None:
+                raise ConfigError(
+                    f"deepspeed compiles a part of itself for a CPU, and there is no {tool}: install it (Debian: apt "
+                    "install g++ ninja-build), or remove deepspeed."
+                )
 
 
 def check_best(args: RewardTrainingArguments) -> None:
