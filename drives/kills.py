@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
-import torch
+from preloaded import preload
 from runs import colour_lists, short_training
 
 from vlmrm import cli
@@ -81,18 +81,6 @@ class Figures:
 
     def succeeded(self) -> bool:
         return not (self.wrong or self.counts["human steps"] or self.counts["tracebacks"])
-
-
-def preload() -> None:
-    """Import what a training imports, so that a fork need not."""
-    import pandas  # noqa: F401
-    import peft  # noqa: F401
-    import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl
-    import transformers.models.qwen2_5_vl.processing_qwen2_5_vl  # noqa: F401
-
-    import vlmrm.training.main  # noqa: F401
-
-    torch.set_num_threads(1)
 
 
 def fork(run: Callable[[], Any], log: Path, **environment: Any) -> int:

@@ -25,7 +25,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
-from kills import Run, fork, preload
+from kills import Run, fork
+from preloaded import preload
 from runs import ROOT, colour_pairs, short_training
 
 from vlmrm import cli

@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -84,6 +85,7 @@ def start() -> tuple[str, int]:
         try:
             serve(listening, str(executable), os.getppid())
         finally:
+            shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)
     listening.close()
     return _started.setdefault(os.getpid(), (str(executable), pid))
@@ -107,6 +109,7 @@ def serve(listening: socket.socket, executable: str, parent: int) -> None:
 
 
 def preload() -> None:
+    """Import what a training and a worker import, so that a fork need not."""
     for module in MODULES:
         __import__(module)
     import torch
