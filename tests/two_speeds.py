@@ -63,10 +63,9 @@ class TwoSpeeds:
                 item.add_marker("slow")
         option = self.config.option
         if option.cheap or option.rest:
-            cheap = [it for it in items if not it.get_closest_marker("slow") or it.get_closest_marker("smoke")]
-            rest = [it for it in items if it.get_closest_marker("slow") and not it.get_closest_marker("smoke")]
-            self.left_out = len(rest) if option.cheap else 0
-            items[:] = cheap if option.cheap else rest
+            taken = [is_cheap(item) == option.cheap for item in items]
+            self.left_out = taken.count(False) if option.cheap else 0
+            items[:] = itertools.compress(items, taken)
 
     # ---- what an item costs -------------------------------------------------------------------------------
 
@@ -283,6 +282,10 @@ class Reports:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.send("report", self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
+
+
+def is_cheap(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is None or item.get_closest_marker("smoke") is not None
 
 
 def users(item: pytest.Item) -> Iterator[str]:
