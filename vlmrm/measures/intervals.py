@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
-from scipy.stats import binomtest, rankdata
+from scipy.stats import rankdata
 
 LEVEL = 0.95
 NAN = float("nan")
@@ -278,14 +278,6 @@ SCALES: dict[Scale, Callable[[float, Spread, float], Interval]] = {
 def numbered(prompts: Sequence | np.ndarray) -> np.ndarray:
     """Return the number of each row's prompt, in order of appearance: [N]."""
     return pd.factorize(np.asarray(prompts, dtype=object))[0]
-
-
-def wilson(right: int, count: int) -> Interval:
-    """Return the 95 % Wilson interval of the share right / count; NaN for a count of zero."""
-    if not count:
-        return Interval(NAN, NAN)
-    interval = binomtest(right, count).proportion_ci(LEVEL, method="wilson")
-    return Interval(float(interval.low), float(interval.high))
 
 
 class _Order:
