@@ -40,6 +40,15 @@ def _messages_reach_caplog(monkeypatch) -> Generator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _the_environment_ends_with_its_test() -> Generator[None]:
+    """HF's trainer and its engines leave their choices, and a launcher's variables, in the environment."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(autouse=True)
 def _no_server_is_known_from_another_test() -> Generator[None]:
     """A port may be another server's in another test."""
     yield
@@ -119,8 +128,6 @@ def train_here(tmp_path, tiny_checkpoint, monkeypatch):
     from vlmrm.training import train
 
     monkeypatch.chdir(tmp_path)
-    # HF's trainer leaves its choices for the process in the environment.
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
 
     def run(data, name: str = "out", model: Path = tiny_checkpoint, **keys):
         return train(short_training(model, data, tmp_path / name, **keys))

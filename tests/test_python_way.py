@@ -23,7 +23,6 @@ TWO_STEPS = {**SHORT, "max_steps": 2, "save_steps": 2}
 def folder(tmp_path, monkeypatch) -> Path:
     """An empty working directory, without what HF's trainer leaves in the environment."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     return tmp_path
 
 

@@ -129,7 +129,6 @@ def reader(tmp_path, tiny_checkpoint, tiny_reward_model, monkeypatch):
     for name in ("outputs/best", "outputs/mine/best"):
         shutil.copytree(tiny_reward_model, tmp_path / name)  # a sweep saves its scores' scale with the best
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)  # HF's trainer leaves it behind
     return tmp_path
 
 

@@ -249,13 +249,15 @@ async def test_request_ids_are_the_client_s_where_they_are_harmless():
 
 
 @in_loop
-async def test_a_worker_does_not_know_the_service_s_token(monkeypatch):
+async def test_a_worker_knows_no_token_of_the_service_and_is_no_rank(monkeypatch):
     monkeypatch.setenv("VLMRM_TOKEN", SECRET)
+    monkeypatch.setenv("RANK", "0")
     async with running(fake("environment", "fake_reward.Environment"), token=SECRET) as (_, client):
         client.headers = bearer(SECRET)
         [known] = (await rewards(client, "VLMRM_TOKEN")).json()["data"]
+        [rank] = (await rewards(client, "RANK")).json()["data"]
         [path] = (await rewards(client, "PATH")).json()["data"]
-    assert (known["score"], path["score"]) == (0, 1)
+    assert (known["score"], rank["score"], path["score"]) == (0, 0, 1)
 
 
 @in_loop

@@ -203,7 +203,6 @@ def test_offloaded_and_half_checkpointed_activations_give_equal_weights(train_he
 
 def test_a_run_takes_back_what_it_sets_in_the_environment(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
-    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
     with engine_environment():
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_DYNAMO_BACKEND": "inductor"}
     assert "ACCELERATE_USE_FSDP" not in os.environ and os.environ["ACCELERATE_DYNAMO_BACKEND"] == "no"

@@ -14,7 +14,6 @@ SIDE = 280  # pixels: 9 windows of three sizes; neither count of ours depends on
 @pytest.fixture
 def counts(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setitem(families.BY_MODEL_TYPE, "qwen2_5_vl", families.BY_MODEL_TYPE["qwen2_5_vl"])
     return micro_batch
 

@@ -21,7 +21,6 @@ from vlmrm.training.plan import count_steps, plan_training
 def planned(tmp_path, tiny_checkpoint, monkeypatch):
     """`planned(**keys)` is the plan of a short training in `tmp_path`."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
 
     def plan(count: int = 10, **keys):
         data = tmp_path / "data/pairs.jsonl"

@@ -126,7 +126,6 @@ def test_a_written_configuration_trains_as_it_stands_and_is_never_overwritten(
     tmp_path, tiny_checkpoint, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     data = colour_pairs(tmp_path / "data", 30)
     line = ["init", str(data), "--model", str(tiny_checkpoint), "--output", "mine.yaml"]
     cli.app(line, exit_on_error=False, result_action="return_value")

@@ -275,7 +275,6 @@ def test_a_mistake_stops_before_the_first_step(mistake, tmp_path, tiny_checkpoin
 
     monkeypatch.setattr(ComparisonTrainer, "training_step", started)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     for name, value in mistake.environment.items():
         monkeypatch.setenv(name, value)
     shutil.copytree(tiny_checkpoint, tmp_path / "model")

@@ -30,8 +30,9 @@ T = TypeVar("T")
 logger = logging.getLogger("vlmrm")
 
 WORKER = Path(__file__).parent / "worker"
-# Secrets of the environment that workers do not get.
-SERVICE_VARIABLES = ("VLMRM_TOKEN", "VLMRM_ADMIN_TOKEN", "VLMRM_REDIS_PASSWORD", "VLMRM_REDIS_URL")
+# Of the environment workers do not get the secrets, nor a launcher's variables: they are no ranks.
+SECRETS = ("VLMRM_TOKEN", "VLMRM_ADMIN_TOKEN", "VLMRM_REDIS_PASSWORD", "VLMRM_REDIS_URL")
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ENDING_S = 5.0  # to end by itself before it is killed
 
 
@@ -58,7 +59,7 @@ async def open_process(python: str) -> tuple[asyncio.subprocess.Process, socket.
                 *(python, str(WORKER), str(remote.fileno())),
                 pass_fds=[remote.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
-                env={name: value for name, value in os.environ.items() if name not in SERVICE_VARIABLES},
+                env={name: value for name, value in os.environ.items() if name not in SECRETS + LAUNCHER},
                 start_new_session=True,  # Ctrl-C is the service's to handle
             )
         except OSError as error:
