@@ -219,3 +219,15 @@ def test_padded_parts_hold_every_unit_once_within_the_budget():
         for part in parts:
             assert len(part) == 1 or len(part) * max(lengths[i] for i in part) <= budget
     assert len(PaddedBatcher(0, False).split(units, 10**4)) == 1
+
+
+def test_scores_of_pieces_are_put_back_in_order(processor, monkeypatch):
+    """A cycle of three, which is not its own inverse."""
+    answers = comparison("0", {"a": 3, "b": 2, "c": 1}, question="Which?")
+    whole = answer_texts(processor, collator(processor)(rows(answers)))
+    monkeypatch.setattr(PaddedBatcher, "cut", lambda self, rendered, budget: [[1], [2], [0]])
+
+    part = only_part(collator(processor, max_tokens_per_batch=1)(rows(answers)))
+
+    texts = [text for inputs in part["inputs"] for text in processor.tokenizer.batch_decode(inputs["input_ids"])]
+    assert [answer in texts[place] for answer, place in zip(whole, part["order"].tolist(), strict=True)] == [True] * 3

@@ -439,3 +439,12 @@ def test_a_torch_whose_kernel_lacks_a_keyword_is_refused_before_any_step(checkpo
     monkeypatch.setattr(kernels, "varlen_attn", varlen_attn)
     with pytest.raises(ConfigError, match=r"torch 2\.12 or newer.* does not know scale, window_size: install"):
         rendered_of(checkpoints, CASES["one pair"])
+
+
+@pytest.mark.parametrize(("common", "computed"), [(10, 220), (11, 209)])
+def test_a_prefix_is_shared_where_it_saves_a_twentieth(common, computed):
+    one = np.arange(110)
+
+    tree = grow([one, np.concatenate([one[:common], 1000 + one[common:]])])
+
+    assert len(tree) == computed

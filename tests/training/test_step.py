@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from accelerate import Accelerator
 from runs import colour_lists, largest_difference, logged
 
 from vlmrm.training import step
@@ -58,3 +61,22 @@ def test_dropout_is_drawn_again_under_autocast_and_checkpointing(train_here, tmp
     ahead, behind = (torch.cat(forwards[name]) for name in ("ahead", "behind"))
     assert len(ahead) > 8
     assert torch.equal(ahead, behind)
+
+
+def test_figures_are_means_of_judged_pairs():
+    """Ties, and pairs that most raters judged the other way, are right or wrong for nobody."""
+    figures = step.StepFigures()
+    pairs = {"chosen": [0, 2, 0, 1], "rejected": [1, 1, 2, 2], "tie": [0, 0, 1, 0], "outvoted": [0, 0, 0, 1]}
+    pairs = {name: torch.tensor(column) for name, column in {**pairs, "irrelevant": [0] * 4}.items()}
+    pairs |= {name: pairs[name].bool() for name in ("tie", "outvoted", "irrelevant")}
+    part: Any = {"pairs": pairs, "rows": {"branches": torch.tensor([3])}}
+    terms = {name: torch.tensor(0.5) for name in ("preference", "irrelevant", "center")}
+
+    figures.add(torch.tensor([2.0, 1.0, 0.0]), part, terms, torch.tensor(0.5))
+
+    logged = figures.flush(Accelerator(cpu=True))
+    assert {name: logged[name] for name in ("accuracy", "margin", "mean_reward")} == {
+        "accuracy": 0.5,  # the first pair is right by 1, the second wrong by 1
+        "margin": 0.0,
+        "mean_reward": 1.0,
+    }
