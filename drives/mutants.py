@@ -34,6 +34,9 @@ STEP, ENGINE, PAIRS = "vlmrm/training/step.py", "vlmrm/engine.py", "vlmrm/measur
 METRICS, INTERVALS, HEAD = "vlmrm/measures/metrics.py", "vlmrm/measures/intervals.py", "vlmrm/modeling/head.py"
 OUTCOME, TRANSFORMS = "vlmrm/rewards/outcome.py", "vlmrm/scoring/transforms.py"
 SCORER, SERVERS = "vlmrm/scoring/scorer.py", "vlmrm/rewards/servers.py"
+ADAPTERS, VERDICTS, DONORS = "vlmrm/adapters/", "vlmrm/formats/verdicts.py", "vlmrm/data/comparisons.py"
+DUPLICATES, PARTS, GATEWAY = "vlmrm/data/duplicates.py", "vlmrm/modeling/parts.py", "vlmrm/serving/gateway.py"
+QUEUE, QUALIFIED = "vlmrm/serving/memory_backend.py", "packages/robots/vlmrm_robots/frames/qualification.py"
 
 MUTANTS = (
     # A loss that is another one.
@@ -68,8 +71,8 @@ MUTANTS = (
     Mutant(TREE, "len(parts) - 1) * (end - begin)", "len(parts)) * (end - begin)", "tests/batching"),
     Mutant(TREE, "int(different[0]) if len(different)", "int(different[0]) + 1 if len(different)", "tests/batching"),
     Mutant(ENGINE, "for n in part]).argsort()", "for n in part])", "tests/batching tests/scoring"),
-    Mutant(ENGINE, 'logits[part["order"].to(logits.device)]', "logits", "tests/batching tests/evaluation"),
-    Mutant(ENGINE, "rows = [row for part", "return [row for part", "tests/evaluation tests/test_engine.py"),
+    Mutant(ENGINE, 'logits[part["order"].to(logits.device)]', "logits", "tests/test_engine.py"),
+    Mutant(ENGINE, "rows = [row for part", "return [row for part", "tests/test_engine.py"),
     Mutant(HEAD, "input.float(), self.weight.float()", "input, self.weight.to(input.dtype)", "tests/modeling"),
     Mutant(
         HEAD,
@@ -115,6 +118,24 @@ MUTANTS = (
     Mutant(TRANSFORMS, "if not np.isfinite(values).all():", "if False:", "tests/scoring tests/rewards"),
     Mutant(SERVERS, "return monotonic() < self.opened + COOL_DOWN", "return False", "tests/rewards"),
     Mutant(SERVERS, "self._passed()\n            raise", "raise", "tests/rewards"),
+    Mutant(ADAPTERS + "swift_orm.py", "np.where(np.isnan(settled), mean, settled)", "settled", "tests/adapters"),
+    Mutant(ADAPTERS + "verl_reward.py", "if np.isnan(value) and name in self.needed", "if False", "tests/adapters"),
+    # Rows that are others.
+    Mutant(VERDICTS, '"about same", "neither"], TIE', '"about same", "neither"], SECOND', "tests/formats tests/data"),
+    Mutant(DONORS, "isinstance(b, str) and a != b", "isinstance(b, str)", "tests/batching tests/data"),
+    Mutant(DUPLICATES, ".bit_count() <= RADIUS", ".bit_count() <= 0", "tests/data tests/evaluation"),
+    # Weights that should not learn, or do not.
+    Mutant(PARTS, "weight.requires_grad_(False)\n        for piece", "pass\n        for piece", "tests/modeling"),
+    Mutant(PARTS, "piece.register_forward_pre_hook(_grad_off)", "pass", "tests/modeling"),
+    # A service that answers what nobody asked, or whom it should not.
+    Mutant(
+        GATEWAY, "any(matches) or not accepted", "not all(matches) or not accepted", "tests/serving/test_access.py"
+    ),
+    Mutant(QUEUE, "status.revision in job.revisions and ", "", "tests/serving"),
+    Mutant(QUEUE, "job.deadline < time.monotonic()", "job.deadline < 0", "tests/serving"),
+    Mutant("vlmrm/serving/worker_process.py", "SECRETS + LAUNCHER", "LAUNCHER", "tests/serving/test_access.py"),
+    # A classifier that is said to be another.
+    Mutant(QUALIFIED, "fires = int((peaks > threshold).sum())", "fires = 0", "packages/robots/tests/frames"),
 )
 
 
