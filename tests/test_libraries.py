@@ -24,6 +24,7 @@ from vlmrm.libraries import RELIED_ON, relies_on
 
 ROOT = Path(__file__).resolve().parents[1]
 USERS = (
+    "vlmrm.modeling.quantization",
     "vlmrm.modeling.reward_model",
     "vlmrm.rendering",
     "vlmrm.serving.server",

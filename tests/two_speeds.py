@@ -137,7 +137,7 @@ class TwoSpeeds:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Name what failed at once; the reasons come at the end."""
         terminal = self.config.pluginmanager.getplugin("terminalreporter")
-        if report.failed and terminal is not None:
+        if report.failed and not isinstance(terminal, Reports):
             terminal.write_line(f" {report.nodeid}")
 
     # ---- what is said at the end --------------------------------------------------------------------------
@@ -254,9 +254,8 @@ def run_chunks(
                 os.dup2(own.fileno(), stream.tmpfile.fileno())
     capture.suspend_global_capture()
     capture.resume_global_capture()
-    config.pluginmanager.unregister(name="terminalreporter")
-    reports = Reports(config, output)
-    config.pluginmanager.register(reports)
+    reports = Reports(config, output, config.pluginmanager.unregister(name="terminalreporter"))
+    config.pluginmanager.register(reports, "terminalreporter")
     run = config.pluginmanager.getplugin("two speeds")
     elsewhere = SimpleNamespace(listchain=lambda: [session])  # what is set up for all outlives a file
     given = iter(lambda: os.read(numbers, 4), b"")
@@ -270,10 +269,10 @@ def run_chunks(
 
 
 class Reports:
-    """Sends reports to the parent."""
+    """Sends reports to the parent, in the place of `terminal`, whose colours pytest asks for."""
 
-    def __init__(self, config: pytest.Config, output: int):
-        self.config, self.output = config, output
+    def __init__(self, config: pytest.Config, output: int, terminal: Any):
+        self.config, self.output, self._tw = config, output, terminal._tw
 
     def send(self, *message: Any) -> None:
         rest = json.dumps(message).encode() + b"\n"

@@ -13,7 +13,7 @@ import torch
 from checks import Case, drawn, line, main, raised
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "serving" / "protocols"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/serving/protocols"))
 import cosmos_trainer
 
 PATIENCE_S = 30
