@@ -253,6 +253,18 @@ async def test_a_reward_without_a_method_for_it_sleeps_by_its_end(tmp_path):
 
 
 @in_loop
+async def test_another_model_is_put_in_the_place_of_one_that_sleeps(tmp_path):
+    async with serving(tmp_path) as (service, client):
+        await client.post("/v1/rewards/weights/sleep", headers=ADMIN)
+        state = (await put(client, model(tmp_path / "models", "two", 2.0))).json()
+        assert state["asleep"] and state["model"].endswith("two")
+        asked = asyncio.create_task(ask(client))
+        await queued(service, 1, "weights")
+        await client.post("/v1/rewards/weights/wake", headers=ADMIN)
+        assert score_of(await asked) == 2
+
+
+@in_loop
 async def test_a_remote_scorer_may_demand_a_revision_of_weights_that_are_updated_in_place(tiny_reward_model, tmp_path):
     folder = shutil.copytree(tiny_reward_model, tmp_path / "model")
     reward = {"reward_type": "vlm_reward", "model_path": str(folder), "device": "cpu"}
