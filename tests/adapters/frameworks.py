@@ -44,7 +44,9 @@ def install(monkeypatch, dotted: str, **names: Any) -> None:
         setattr(sys.modules[dotted], name, value)
 
 
-def verl_sample(tokenizer: Any, messages: list[dict], answer: str) -> list[SimpleNamespace]:
+def verl_sample(
+    tokenizer: Any, messages: list[dict], answer: str, row: dict[str, Any] | None = None
+) -> list[SimpleNamespace]:
     """A one-item DataProto: the response right-padded, and its mask."""
     import torch
 
@@ -53,5 +55,5 @@ def verl_sample(tokenizer: Any, messages: list[dict], answer: str) -> list[Simpl
     mask = torch.tensor([1] * 5 + [1] * len(ids) + [0] * 3)
     return [SimpleNamespace(
         batch={"responses": padded, "attention_mask": mask},
-        non_tensor_batch={"raw_prompt": messages, "data_source": "x", "extra_info": {}},
+        non_tensor_batch={"raw_prompt": messages, "data_source": "x", "extra_info": row or {}},
     )]  # fmt: skip

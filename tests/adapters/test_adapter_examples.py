@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import sys
 
 import pytest
+import trl
 from frameworks import import_file
 from PIL import Image
 from runs import ROOT
@@ -42,21 +42,6 @@ def test_every_framework_gets_the_scorer_s_number(name, monkeypatch, capsys, tin
     assert len({line.split()[0] for line in lines}) == len(lines)
 
 
-def test_without_a_model_a_tiny_one_is_made(monkeypatch, capsys):
-    assert re.fullmatch(r" +[+-]\d\.\d{4}  It is red\.", printed("plain_reward.py", monkeypatch, capsys)[0])
-
-
-def test_the_swift_plugin_registers_itself_where_ms_swift_is(tmp_path, monkeypatch):
-    (tmp_path / "swift").mkdir()
-    (tmp_path / "swift" / "__init__.py").touch()
-    (tmp_path / "swift" / "rewards.py").write_text("orms = {}\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    plugin = import_file(EXAMPLES / "swift_plugin.py", "_swift_external_1")
-    assert sys.modules["swift.rewards"].orms == {"people": plugin.People, "people_beside": plugin.PeopleBeside}
-    for name in ("swift", "swift.rewards"):
-        monkeypatch.delitem(sys.modules, name)
-
-
 def test_grpo_raises_the_mean_reward(tmp_path, tiny_checkpoint):
     example = import_file(EXAMPLES / "trl_grpo.py", "trl_grpo")
     model = example.make_tiny_reward_model(tmp_path / "model", seed=1)
@@ -77,44 +62,30 @@ class Recorder(TRLReward):
         return scores
 
 
-def test_in_trl_s_trainers_the_image_is_scored_once_and_rewards_are_logged(
-    tmp_path, tiny_checkpoint, tiny_reward_model
-):
-    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-
-    example = import_file(EXAMPLES / "trl_grpo.py", "trl_grpo")
-    load = {"device": "cpu", "dtype": "float32"}
-    common = {
-        **example.TINY,
-        "per_device_train_batch_size": 4,
-        "num_generations": 2,
-        "max_steps": 2,
-        "save_strategy": "no",
-    }
-    common |= {"logging_steps": 1, "report_to": "none", "disable_tqdm": True}
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_in_trl_s_trainers_images_are_scored_and_rewards_logged(tmp_path, tiny_checkpoint, tiny_reward_model, name):
+    example, load = import_file(EXAMPLES / "trl_grpo.py", "trl_grpo"), {"device": "cpu", "dtype": "float32"}
+    short = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 2, "save_strategy": "no"}
+    quiet = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True}
+    args = getattr(trl, f"{name}Config")(output_dir=str(tmp_path), **{**example.TINY, **short, **quiet})
     config = {"name": "raw", "reward_model": "vlm_reward", "model_path": str(tiny_reward_model), **load}
-    for trainer_class, config_class in ((GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)):
-        recorder = Recorder(tiny_reward_model, name="one", **load)
-        trainer = trainer_class(
-            str(tiny_checkpoint),
-            args=config_class(output_dir=str(tmp_path / trainer_class.__name__), **common),
-            reward_funcs=[
-                recorder,
-                AsyncTRLReward(tiny_reward_model, name="two", **load),
-                TRLRewardSet(config, num_generations=2, name="three"),
-            ],
-            train_dataset=example.questions(),
-        )
-        trainer.train()
-        logged = trainer.state.log_history[0]
-        for name in ("two", "three"):
-            assert logged[f"rewards/{name}/mean"] == pytest.approx(logged["rewards/one/mean"], abs=1e-4)
-        assert logged["rm/one/unscored"] == 0 and "rm/raw/mean" in logged
+    recorder = Recorder(tiny_reward_model, name="one", **load)
+    several = [AsyncTRLReward(tiny_reward_model, name="two", **load), TRLRewardSet(config, 2, name="three")]
 
-        _, completions, columns, scores = recorder.calls[0]
-        assert "image" in columns and len(scores) == 4
-        written = []
-        for image, [answer] in zip(columns["image"], completions, strict=True):
-            shown = [{"type": "image", "image": image}, {"type": "text", "text": "Which colour is this?"}]
-            written.append([{"role": "user", "content": shown}, answer])
-        assert scores == pytest.approx(load_scorer(tiny_reward_model, **load).score(written), abs=1e-4)
+    trainer = getattr(trl, f"{name}Trainer")(
+        str(tiny_checkpoint), args=args, reward_funcs=[recorder, *several], train_dataset=example.questions()
+    )
+    trainer.train()
+
+    logged = trainer.state.log_history[0]
+    means = [logged[f"rewards/{one}/mean"] for one in ("one", "two", "three")]
+    assert means == pytest.approx([means[0]] * 3, abs=1e-4)
+    assert logged["rm/one/unscored"] == 0 and "rm/raw/mean" in logged
+    _, completions, columns, scores = recorder.calls[0]
+    written = []
+    for image, [answer] in zip(columns["image"], completions, strict=True):
+        shown = [{"type": "image", "image": image}, {"type": "text", "text": "Which colour is this?"}]
+        written.append([{"role": "user", "content": shown}, answer])
+    assert (
+        scores == pytest.approx(load_scorer(tiny_reward_model, **load).score(written), abs=1e-4) and len(scores) == 4
+    )

@@ -44,15 +44,6 @@ def test_rendered_again_it_is_the_same(renderer, conversation, around):
     assert [medium.reference for medium in media_of(again)] == images
 
 
-def test_media_that_are_no_list_are_refused():
-    text = (
-        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|><|im_end|>\n<|im_start|>assistant\nA<|im_end|>"
-    )
-    for images in ("a.png", 5, {"a": 1}):
-        with pytest.raises(RowError, match="not a list"):
-            read_text(text, images)
-
-
 def test_json_is_read_with_its_images():
     turns = [{"role": "user", "content": "<image>Why?"}, {"role": "assistant", "content": "So."}]
     [user, _] = read_text(json.dumps({"messages": turns, "images": ["a.png"]})).messages

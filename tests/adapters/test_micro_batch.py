@@ -66,14 +66,3 @@ def test_after_a_crash_it_goes_on(lengths):
     with pytest.raises(RuntimeError, match="out of memory"):
         batcher.submit("crash").result(60)
     assert batcher.submit("abc").result(60) == 3.0
-
-
-def test_a_call_that_was_given_up_is_not_computed(lengths):
-    batcher = MicroBatcher(lengths, wait=0.0)
-    batcher.submit("a")
-    assert lengths.began.wait(60)
-    cancelled, kept = batcher.submit("gone"), batcher.submit("kept")
-    assert cancelled.cancel()
-    lengths.go.set()
-    assert kept.result(60) == 4.0
-    assert lengths.batches == [["a"], ["kept"]]

@@ -35,15 +35,6 @@ def ordinary(scorer, images: torch.Tensor, prompt=PROMPT) -> list[float]:
     return scores
 
 
-@pytest.mark.parametrize("size", [(56, 84), (112, 56)])
-def test_pixels_of_a_fitting_size_are_the_processor_s(scorer, size):
-    images = pictures(2, *size)
-    expected = scorer.loaded.processor.image_processor(as_pil(images), return_tensors="pt")
-    found = [media.tensors for media in scorer.renderer.process_tensors(images)]
-    assert torch.cat([media["image_grid_thw"] for media in found]).tolist() == expected["image_grid_thw"].tolist()
-    assert torch.allclose(torch.cat([media["pixel_values"] for media in found]), expected["pixel_values"], atol=1e-5)
-
-
 @pytest.mark.parametrize("size", [(61, 90), (400, 300), (40, 33)])
 def test_pixels_of_another_size_differ_by_little(scorer, size):
     images = pictures(2, *size)
@@ -63,22 +54,6 @@ def test_scores_are_the_ordinary_path_s(scorer):
     ]
     found = scorer.score_images(about, images[:2]).tolist()
     assert found == pytest.approx(ordinary(scorer, images[:2], about), abs=1e-5)
-
-
-def test_the_checkpoint_s_pixel_limits_hold(scorer, tiny_reward_model, monkeypatch):
-    bounded = load_scorer(tiny_reward_model, dtype="float32")
-    bounded.renderer.limits.max_pixels = 56 * 56
-    images = pictures(1, 112, 112)
-    assert bounded.renderer.process_tensors(images)[0].tensors["image_grid_thw"].tolist() == [[1, 4, 4]]
-    assert bounded.score_images(PROMPT, images).tolist() == pytest.approx(ordinary(bounded, images), abs=1e-3)
-
-
-def test_the_budget_changes_neither_order_nor_scores(scorer, tiny_reward_model):
-    one_by_one = load_scorer(tiny_reward_model, dtype="float32", max_tokens_per_batch=1)
-    images = pictures(3, 56, 56)
-    expected = scorer.score_images(PROMPT, images).tolist()
-    assert one_by_one.score_images(PROMPT, images).tolist() == pytest.approx(expected, abs=1e-5)
-    assert len({round(score, 5) for score in expected}) == 3
 
 
 def test_the_gradient_is_that_of_finite_differences(scorer):

@@ -15,15 +15,12 @@ import pytest
 from runs import colour_lists, colour_pairs, square, write_rows
 
 from vlmrm import cli, load_scorer
-from vlmrm.batching import ComparisonCollator
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons
-from vlmrm.data.media import PathRules
-from vlmrm.data.tables import Source
 from vlmrm.errors import ConfigError, DataError, VlmrmError
 from vlmrm.modeling import write_complete
 from vlmrm.scoring import offline
-from vlmrm.scoring.offline import OfflineJob, ShardScoring, StreamRows, Summary, open_rows, score_offline
+from vlmrm.scoring.offline import OfflineJob, ShardScoring, Summary, open_rows, score_offline
 
 
 @pytest.fixture
@@ -137,51 +134,19 @@ def test_a_score_that_is_no_number_is_an_error(job, tmp_path, scorer):
     )
 
 
-def test_more_ranks_than_shards_leave_some_without_work(job, tmp_path):
-    work = job(colour_pairs(tmp_path / "p", 5))
-    assert [score_offline(work, rank=rank, ranks=4) for rank in (3, 2, 1)] == [None] * 3
-    assert score_offline(work, rank=0, ranks=4) == Summary(rows=5, errors=0)
-
-
-def test_a_killed_job_goes_on_with_the_absent_shards_alone(job, tmp_path, monkeypatch):
+def test_a_killed_job_goes_on_with_the_absent_shards_alone(job, tmp_path):
     work = job(colour_pairs(tmp_path / "p", 10))
     score_offline(work)
     whole = read(work)
     before = {path.name: path.stat().st_mtime_ns for path in work.output.glob("scores-*")}
     (work.output / "scores-000001.parquet").unlink()
     (work.output / ".scores-000001.parquet.123").write_bytes(b"half a shard")
-    scored = []
-    monkeypatch.setattr(ComparisonCollator, "__call__", spied(ComparisonCollator.__call__, scored))
+
     assert score_offline(work) == Summary(rows=10, errors=0)
-    assert sorted(scored) == [4, 5, 6, 7]
+
     pd.testing.assert_frame_equal(read(work), whole)
     after = {path.name: path.stat().st_mtime_ns for path in work.output.glob("scores-*")}
     assert {name for name in after if after[name] != before[name]} == {"scores-000001.parquet"}
-
-
-def spied(collate, seen: list[int]):
-    def spy(self, rows):
-        seen.extend(row["index"] for row in rows)
-        return collate(self, rows)
-
-    return spy
-
-
-def test_an_interrupted_shard_leaves_nothing_that_could_be_read(job, tmp_path, monkeypatch):
-    work = job(colour_pairs(tmp_path / "p", 8))
-    seen: list[int] = []
-
-    def stop(self, rows):
-        seen.extend(row["index"] for row in rows)
-        if 6 in seen:
-            raise KeyboardInterrupt
-        return collate(self, rows)
-
-    collate = ComparisonCollator.__call__
-    monkeypatch.setattr(ComparisonCollator, "__call__", stop)
-    with pytest.raises(KeyboardInterrupt):
-        score_offline(work)
-    assert [path.name for path in work.output.glob("*.parquet")] == ["scores-000000.parquet"]
 
 
 def test_a_full_disk_costs_the_shard_that_was_being_written(job, tmp_path, monkeypatch):
@@ -207,114 +172,53 @@ def test_an_output_that_is_a_file_is_refused(job, tmp_path):
         score_offline(job(data, output="taken"))
 
 
-def test_scores_of_other_settings_are_not_mixed(job, tmp_path, tiny_reward_model):
+@pytest.mark.parametrize(("changed", "name"), [({"dtype": "bfloat16"}, "dtype"), ({"shard_rows": 2}, "shard_rows")])
+def test_scores_of_other_settings_are_not_mixed(job, tmp_path, changed, name):
     data = colour_pairs(tmp_path / "p", 4)
     score_offline(job(data))
-    with pytest.raises(ConfigError, match=r"other settings \(dtype\): name a new output folder"):
-        score_offline(job(data, dtype="bfloat16"))
-    with pytest.raises(ConfigError, match=r"\(shard_rows\)"):
-        score_offline(job(data, shard_rows=2))
-    with pytest.raises(ConfigError, match=r"\(data\)"):
-        score_offline(job(colour_pairs(tmp_path / "p", 5)))
+    with pytest.raises(ConfigError, match=rf"other settings \({name}\): name a new output folder"):
+        score_offline(job(data, **changed))
 
 
-def test_relative_and_absolute_paths_are_the_same_settings(job, tmp_path, monkeypatch):
-    data = colour_pairs(tmp_path / "p", 2)
-    score_offline(job(data, image_root=str(tmp_path / "p")))
-    monkeypatch.chdir(tmp_path)
-    assert score_offline(job(Path("p/pairs.jsonl"), image_root="p")) == Summary(rows=2, errors=0)
-
-
-def test_ray_is_asked_for_by_name_where_it_is_absent(job, tmp_path, monkeypatch):
-    from vlmrm.scoring.ray_data import score_on_ray
-
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install -e '\.\[ray\]'"):
-        score_on_ray(job(colour_pairs(tmp_path / "p", 2)), workers=1)
-
-
-def test_the_checkpoint_is_known_by_its_content_and_not_by_its_place(job, tmp_path, scorer, tiny_reward_model):
+def test_scores_of_other_rows_or_weights_are_not_mixed(job, tmp_path, tiny_reward_model):
+    work = job(colour_pairs(tmp_path / "p", 2))
+    score_offline(work)
     moved = shutil.copytree(tiny_reward_model, tmp_path / "moved")
-    assert load_scorer(moved).loaded.digest == scorer.loaded.digest
+    assert score_offline(replace(work, model=str(moved))) == Summary(rows=2, errors=0)  # known by its content
     weights = moved / "model.safetensors"
     altered = bytearray(weights.read_bytes())
     altered[-3] ^= 1
     weights.write_bytes(altered)
     write_complete(moved, world_size=1, step=0)
-    work = job(colour_pairs(tmp_path / "p", 2))
-    score_offline(work)
     with pytest.raises(ConfigError, match="weights"):
         score_offline(replace(work, model=str(moved)))
+    with pytest.raises(ConfigError, match=r"\(data\)"):
+        score_offline(job(colour_pairs(tmp_path / "p", 5)))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_ranks_share_all_rows_and_no_row_twice(job, tmp_path, streaming):
+@pytest.mark.parametrize("options", [{}, {"streaming": True, "num_workers": 2}])
+def test_ranks_share_all_rows_and_no_row_twice(job, tmp_path, options):
     data = [colour_pairs(tmp_path / "p", 9), colour_lists(tmp_path / "l", 5)]
-    alone = job(*data, output="alone", streaming=streaming)
+    alone, shared = job(*data, output="alone"), job(*data, output="shared", **options)
     score_offline(alone)
-    shared = job(*data, output="shared", streaming=streaming)
-    assert score_offline(shared, rank=1, ranks=3) is None
-    assert score_offline(shared, rank=0, ranks=3) is None
-    assert score_offline(shared, rank=2, ranks=3) == Summary(rows=14, errors=0)
+    summaries = [score_offline(shared, rank=rank, ranks=5) for rank in (4, 3, 1, 0, 2)]  # the fifth has no shard
+    assert summaries == [None] * 4 + [Summary(rows=14, errors=0)]
     assert_same_rows(read(shared), read(alone))
 
 
-def test_a_stream_scores_as_its_table(job, tmp_path):
-    data = colour_pairs(tmp_path / "p", 10)
-    table, stream = job(data, output="table"), job(data, output="stream", streaming=True, num_workers=2)
-    score_offline(table)
-    assert score_offline(stream) == Summary(rows=10, errors=0)
-    pd.testing.assert_frame_equal(read(stream), read(table))
-
-
-def test_a_long_stream_is_never_held(job, scorer, tmp_path, monkeypatch):
-    from datasets import IterableDataset
-
-    ahead = 0
-
-    def rows():
-        nonlocal ahead
-        for i in range(3000):
-            ahead = max(ahead, i - 100 * len(list((tmp_path / "scores").glob("*.parquet"))))
-            yield {"prompt": f"{i % 7}?", "response": "yes" if i % 2 else "no"}
-
-    class Counting:
-        """A model that answers how many conversations it sees."""
-
-        device, dtype = scorer.model.device, scorer.model.dtype
-        config, parameters = scorer.model.config, scorer.model.parameters
-
-        def __call__(self, branch_ends, **inputs):
-            import torch
-
-            return type("Output", (), {"logits": torch.arange(len(branch_ends))[:, None]})
-
-    work = job(shard_rows=100, batch_rows=25)
-    stream = StreamRows([(Source("made", IterableDataset.from_generator(rows), str(tmp_path)), PathRules("."))])
-    counting = load_scorer(work.model, dtype="float32")
-    counting.engine.model = Counting()
-    total = ShardScoring(work, counting, stream).run(0, 1)
-    assert work.shards.summary(total) == Summary(rows=3000, errors=0)
-    assert ahead < 100 + 2 * 25 + 64, "rows are read as they are scored"
-    assert read(work)["row"].tolist() == list(range(3000))
-
-
-def test_workers_that_read_ahead_change_nothing(job, tmp_path):
-    data = broken_rows(tmp_path)
-    here, ahead = job(data, output="here"), job(data, output="ahead", num_workers=2)
-    score_offline(here)
-    score_offline(ahead)
-    pd.testing.assert_frame_equal(read(ahead), read(here))
-
-
-def test_input_that_is_no_table_of_answers_is_refused_at_once(tmp_path):
-    with pytest.raises(DataError, match=r"other\.jsonl: no known layout has the columns question, reply"):
-        open_rows([str(write_rows(tmp_path / "other.jsonl", [{"question": "?", "reply": "!"}]))])
-    with pytest.raises(DataError, match="does not exist"):
-        open_rows([str(tmp_path / "absent.jsonl")])
-    (tmp_path / "cut.jsonl").write_text('{"prompt": "?", "resp')
-    with pytest.raises(DataError, match=r"cut\.jsonl is not valid json: line 1"):
-        open_rows([str(tmp_path / "cut.jsonl")], streaming=True)
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"question": "?", "reply": "!"}', "no known layout has the columns question, reply"),
+        (None, "does not exist"),
+        ('{"prompt": "?", "resp', "is not valid json: line 1"),
+    ],
+)
+def test_input_that_is_no_table_of_answers_is_refused_at_once(tmp_path, content, said):
+    if content is not None:
+        (tmp_path / "rows.jsonl").write_text(content)
+    with pytest.raises(DataError, match=rf"rows\.jsonl.*{said}"):
+        open_rows([str(tmp_path / "rows.jsonl")])
 
 
 # The command line ----------------------------------------------------------------------------------------------------
@@ -330,44 +234,34 @@ def words(job: OfflineJob) -> list[str]:
     return ["score", "--model", job.model, *inputs, "--output", str(job.output), *sizes]
 
 
-@pytest.mark.parametrize("word", [["--response", "A"], ["--image", "a.png"], ["--response-image", "a"], ["--json"]])
-def test_what_belongs_to_a_prompt_does_not_go_with_input(word):
-    with pytest.raises(ConfigError, match=f"{word[0]} goes with --prompt, and --input says what to score"):
-        command("score", "--model", "m", "--input", "a.jsonl", "--output", "o", *word)
+TABLE, PROMPT = ("--input", "a.jsonl", "--output", "o"), ("--prompt", "?", "--response", "A")
 
 
 @pytest.mark.parametrize(
-    "word",
+    ("words", "said"),
     [
-        *(["--output", "o"], ["--image-root", "i"], ["--streaming"], ["--ray-workers", "2"]),
-        *(["--split", "test"], ["--num-workers", "0"], ["--max-tokens-per-batch", "9"]),
+        *(((*TABLE, *word), f"{word[0]} goes with --prompt") for word in (["--response", "A"], ["--image", "a.png"])),
+        *(((*PROMPT, *word), f"{word[0]} goes with --input") for word in (["--output", "o"], ["--split", "test"])),
+        ((), r"--prompt, .*or --input"),
+        ((*TABLE, "--prompt", "?"), "--prompt and --input"),
+        (("--input", "a.jsonl"), "--output"),
     ],
 )
-def test_what_belongs_to_an_input_does_not_go_with_a_prompt(word):
-    with pytest.raises(ConfigError, match=f"{word[0]} goes with --input, and --prompt says what to score"):
-        command("score", "--model", "m", "--prompt", "?", "--response", "A", *word)
+def test_words_that_do_not_go_together_are_refused(words, said):
+    with pytest.raises(ConfigError, match=said):
+        command("score", "--model", "m", *words)
 
 
-def test_the_command_says_what_it_did_and_fails_for_broken_rows(job, tmp_path, capsys):
+def test_the_command_says_what_it_did(job, tmp_path, capsys):
     work = job(colour_pairs(tmp_path / "p", 5))
-    cli.app(words(work), exit_on_error=False, result_action="return_value")
+    command(*words(work))
     assert f"scored 5 rows into {work.output}" in capsys.readouterr().out
     assert len(read(work)) == 5
-    work = job(broken_rows(tmp_path), output="broken")
-    with pytest.raises(DataError, match=r"5 of 10 rows could not be scored: see the column error of"):
-        cli.app(words(work), exit_on_error=False, result_action="return_value")
 
 
-def test_the_command_takes_a_table_or_a_prompt(job, tmp_path):
-    def run(*more):
-        cli.app(["score", "--model", "m", *map(str, more)], exit_on_error=False, result_action="return_value")
-
-    with pytest.raises(ConfigError, match=r"--prompt, .*or --input"):
-        run()
-    with pytest.raises(ConfigError, match="--prompt and --input"):
-        run("--prompt", "?", "--input", "a.jsonl", "--output", "o")
-    with pytest.raises(ConfigError, match="--output"):
-        run("--input", "a.jsonl")
+def test_the_command_fails_for_broken_rows(job, tmp_path):
+    with pytest.raises(DataError, match=r"5 of 10 rows could not be scored"):
+        command(*words(job(broken_rows(tmp_path))))
 
 
 def test_two_processes_under_torchrun_write_what_one_does(job, tmp_path):

@@ -102,11 +102,6 @@ def test_scores_come_in_order_however_many_requests_it_takes(monkeypatch):
     assert len(service.requests) == 17 and service.most == 4
 
 
-def test_nothing_is_asked_about_nothing():
-    service = Service()
-    assert ask(service, []) == [] and not service.requests
-
-
 def test_a_group_travels_whole(monkeypatch):
     monkeypatch.setattr(remote, "CHUNK_ITEMS", 3)
     service = Service()
@@ -139,19 +134,6 @@ def test_each_distinct_picture_is_sent_once_whatever_its_form(tmp_path):
     assert set(shown) == set(files) and len(files) == 3  # a file and the same bytes are two
     assert files[shown[1]] == files[shown[2]] == files[shown[3]] == files[shown[5]] == encoded
     assert Image.open(io.BytesIO(files[shown[0]])).tobytes() == blue.tobytes() and shown[0] == shown[4]
-
-
-def test_files_are_kept_up_to_so_many_bytes_and_those_used_last(tmp_path, monkeypatch):
-    paths = [tmp_path / f"{name}.png" for name in "abcd"]
-    for number, path in enumerate(paths):
-        path.write_bytes(bytes([number]) * (100 if number < 3 else 1000))
-    read = []
-    monkeypatch.setattr(remote, "encoded_media", lambda path, kind: (read.append(path), Path(path).read_bytes())[1])
-    media = remote.EncodedMedia(kept_bytes=250)
-    a, b, c, large = map(str, paths)
-    for path in (a, b, a, c, a, b, large, a, large):  # c puts out b, b puts out c, and none is kept that is too large
-        assert media.file(path, "image")[1] == Path(path).read_bytes()
-    assert read == [a, b, c, b, large, large]
 
 
 def test_urls_are_left_to_the_service_and_frames_are_files():
@@ -199,19 +181,12 @@ def test_what_may_pass_is_asked_again(fault):
     assert len(service.requests) == 2
 
 
-def test_a_service_that_is_down_is_named_within_the_timeout():
-    waits = []
-    hooks = stamina.instrumentation.get_on_retry_hooks()
-    stamina.instrumentation.set_on_retry_hooks([lambda details: waits.append(details.wait_for)])
-    try:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))  # nothing listens there
-            address = f"http://127.0.0.1:{free.getsockname()[1]}"
-            with RemoteScorer(address, timeout=0.6) as scorer, pytest.raises(RewardError, match="cannot be reached"):
-                scorer.score([asked("a")])
-    finally:
-        stamina.instrumentation.set_on_retry_hooks(hooks)
-    assert waits and max(waits) < 0.061  # so that the last of them ends soon after the timeout
+def test_a_service_that_is_down_is_named():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # nothing listens there
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with RemoteScorer(address, timeout=0.6) as scorer, pytest.raises(RewardError, match="cannot be reached"):
+            scorer.score([asked("a")])
 
 
 @pytest.mark.parametrize(
@@ -219,12 +194,9 @@ def test_a_service_that_is_down_is_named_within_the_timeout():
     [
         ((401, b"{}"), ConfigError, "service:8080/rm/v1/rewards refused the token: set VLMRM_TOKEN"),
         ((404, b'{"error": {"message": "there is no reward x: choose from a, b."}}'), ConfigError, "choose from a, b"),
-        ((404, b'{"detail": "Not Found"}'), ConfigError, "give the address of a vlmrm service"),
         ((307, b"", {"Location": "http://other"}), ConfigError, "answered 307: give the address"),
         ((400, b'{"error": {"message": "too many items"}}'), RewardError, "answered 400: too many items"),
-        ((500, b'{"error": {"message": "the reward failed"}}'), RewardError, "answered 500: the reward failed"),
         ((200, b"<html>"), RewardError, "did not answer with JSON"),
-        ((200, b'{"data": []}'), RewardError, "with something else"),
         ((200, b'{"data": [null]}'), RewardError, "with something else"),
         ((200, b'{"data": [{"index": 0, "raw": NaN}]}'), RewardError, "nan as the score"),
         ((503, b"", {"Retry-After": "3600"}), RewardError, "answered 503"),
@@ -260,71 +232,64 @@ def test_it_gives_up_on_a_server_that_is_not_there_and_at_the_end_of_its_time(mo
     assert len(service.requests) == 4
 
 
-def test_the_service_is_told_how_long_its_answer_is_waited_for(minutes):
-    service = minutes(Service((503, b"", {"Retry-After": "0.01"})))
-    ask(service, [asked("a")], timeout=200)
-    ask(service, [asked("a")], timeout=36_000)
-    assert [body["timeout"] for _, body, _ in service.requests] == [200, 140, 3600]
-
-
-def test_one_request_that_fails_ends_the_others(monkeypatch):
-    monkeypatch.setattr(remote, "CHUNK_ITEMS", 1)
-    service = Service((400, b"wrong"))
-    with pytest.raises(RewardError, match="wrong"):
-        ask(service, [asked("a")] * 100, concurrency=2)
-    assert len(service.requests) < 10
-
-
-def test_the_token_and_the_reward_go_along_and_are_in_no_message(monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "sent"),
+    [
+        ({"token": "s3cret"}, "Bearer s3cret"),
+        ({}, "Bearer of the environment"),
+        ({"url": "http://user:pw@service:8080/rm"}, "Basic dXNlcjpwdw=="),
+    ],
+)
+def test_the_token_and_the_reward_go_along(monkeypatch, options, sent):
+    if "url" not in options:
+        monkeypatch.setenv("VLMRM_TOKEN", "of the environment")
     service = Service()
-    ask(service, [asked("a")], token="s3cret", model="people")
-    monkeypatch.setenv("VLMRM_TOKEN", "of the environment")
-    ask(service, [asked("a")])
-    monkeypatch.delenv("VLMRM_TOKEN")
-    ask(service, [asked("a")], url="http://user:pw@service:8080/rm")
-    sent = [request.headers["Authorization"] for request, _, _ in service.requests]
-    assert sent == ["Bearer s3cret", "Bearer of the environment", "Basic dXNlcjpwdw=="]
-    assert service.requests[0][1]["model"] == "people"
-    assert str(service.requests[0][0].url) == f"{URL}/v1/rewards"
+    ask(service, [asked("a")], model="people", **options)
+    [(request, body, _)] = service.requests
+    assert request.headers["Authorization"] == sent and body["model"] == "people"
+
+
+def test_a_password_is_in_no_message():
     assert "pw" not in repr(RemoteScorer("http://user:pw@service"))
     with pytest.raises(RewardError) as caught:
         ask(Service((400, b"no")), [asked("a")], url="http://user:pw@service")
     assert "pw" not in str(caught.value)
 
 
-def test_the_plain_one_works_from_threads_after_pickling_and_after_closing():
-    service = Service()
-    with RemoteScorer(URL, transport=httpx.MockTransport(service)) as scorer:
+def test_the_plain_one_works_after_closing_and_pickling():
+    with RemoteScorer(URL, transport=httpx.MockTransport(Service())) as scorer:
         assert isinstance(scorer, Scorer)
         assert scorer.score([asked("aaa")]) == [3]
         scorer.close()
         assert scorer.score_groups([("Why?", ["a", "bb"])]) == [[1, 2]]
-        with pytest.raises(RowError, match="conversation 0: no"):
-            scorer.score([asked("bad")])
+        assert scorer.digest == "abc"
     again = pickle.loads(pickle.dumps(RemoteScorer(URL, model="people", timeout=5)))
-    assert repr(again) == "RemoteScorer(http://service:8080/rm)"
+    assert repr(again) == f"RemoteScorer({URL})"
 
 
 def test_load_scorer_takes_an_address():
     assert isinstance(load_scorer(URL, reward="people"), RemoteScorer)
-    with pytest.raises(ConfigError, match="device is an option of checkpoints"):
-        load_scorer(URL, device="cpu")
-    with pytest.raises(ConfigError, match="is a folder: leave reward out"):
-        load_scorer("outputs/best", reward="people")
-    with pytest.raises(ConfigError, match="cannot be used: write http://host:port"):
-        load_scorer("http://")
 
 
-@pytest.mark.parametrize("wrong", [{"timeout": -1}, {"timeout": 0.0}, {"concurrency": 0}, {"timeout": math.nan}])
+@pytest.mark.parametrize(
+    ("model", "options", "said"),
+    [
+        (URL, {"device": "cpu"}, "device is an option of checkpoints"),
+        ("outputs/best", {"reward": "people"}, "is a folder: leave reward out"),
+        ("http://", {}, "cannot be used: write http://host:port"),
+        ("host:8080/rm", {}, "is no folder: an address begins with http://"),
+    ],
+)
+def test_what_is_no_address_is_refused(model, options, said):
+    with pytest.raises(ConfigError, match=said):
+        load_scorer(model, **options)
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": -1}, {"concurrency": 0}, {"timeout": math.nan}])
 def test_a_time_or_number_of_nothing_is_refused(wrong):
     [(name, value)] = wrong.items()
     with pytest.raises(ConfigError, match=f"{name} is {value}: write a number above 0"):
-        RemoteScorer("http://127.0.0.1:1", **wrong)
-
-
-def test_an_address_without_its_scheme_is_no_missing_folder():
-    with pytest.raises(ConfigError, match=r"host:8080/rm is no folder: an address begins with http://"):
-        load_scorer("host:8080/rm")
+        RemoteScorer(URL, **wrong)
 
 
 def test_it_needs_no_torch():
@@ -336,13 +301,6 @@ def test_it_needs_no_torch():
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=Path(__file__).parents[2])
-
-
-def test_scores_say_which_model_gave_them():
-    scorer = Service().scorer()
-    assert scorer.digest is None
-    asyncio.run(scorer.score([asked("one")]))
-    assert scorer.digest == "abc"
 
 
 def test_an_episode_is_one_request_in_which_each_frame_is_once():

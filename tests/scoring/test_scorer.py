@@ -111,38 +111,24 @@ def test_groups_score_as_their_conversations(scorer, picture):
     assert [value for group in scores for value in group] == pytest.approx(flat, abs=1e-5)
 
 
-def test_nothing_asked_is_nothing_answered(scorer):
-    assert scorer.score([]) == [] and scorer.score_groups([]) == []
-
-
-def test_a_conversation_that_cannot_be_scored_is_named_by_its_place(scorer, tmp_path):
-    good = conversation("red")
-    with pytest.raises(RowError, match=r"^conversation 1: .*no answer"):
-        scorer.score([good, good[:1]])
-    with pytest.raises(RowError, match=r"^conversation 2: "):
-        scorer.score([good, good, []])
-    with pytest.raises(RowError, match=r"^conversation 0: .*content of a user message"):
-        scorer.score([[{"role": "user", "content": 3}, {"role": "assistant", "content": "a"}]])
-    (tmp_path / "text.png").write_text("no picture")
-    with pytest.raises(MediaError, match=r"^conversation 1: .*text\.png is not an image"):
-        scorer.score([good, conversation("red", tmp_path / "text.png")])
+GOOD = conversation("red")
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "error", "said"),
     [
-        (
-            lambda scorer: scorer.score(conversation("red")),
-            "conversation 0: it is a single dict: a conversation is a l",
-        ),
-        (lambda scorer: scorer.score("Red?"), "conversation 0: it is a single str"),
-        (lambda scorer: scorer.score_groups(("Red?", ["Yes."])), r"group 0: it is no pair: give \(prompt, candidates"),
-        (lambda scorer: scorer.score_groups([("Red?", ["Yes."]), ("Red?", "No.")]), "group 1: its candidates are a s"),
-        (lambda scorer: scorer.score_groups([("Red?", [None])]), "group 0: expected a text or a list of messages"),
+        (lambda it: it.score([GOOD, GOOD[:1]]), RowError, r"^conversation 1: .*no answer"),
+        (lambda it: it.score([GOOD, GOOD, []]), RowError, r"^conversation 2: "),
+        (lambda it: it.score([[{"role": "user", "content": 3}]]), RowError, r"^conversation 0: .*content of a user"),
+        (lambda it: it.score([GOOD, conversation("red", __file__)]), MediaError, r"^conversation 1: .*not an image"),
+        (lambda it: it.score(GOOD), RowError, "conversation 0: it is a single dict"),
+        (lambda it: it.score_groups(("Red?", ["Yes."])), RowError, r"group 0: it is no pair"),
+        (lambda it: it.score_groups([("Red?", ["Yes."]), ("Red?", "No.")]), RowError, "group 1: its candidates are a"),
+        (lambda it: it.score_groups([("Red?", [None])]), RowError, "group 0: expected a text or a list of messages"),
     ],
 )
-def test_what_was_not_meant_is_not_scored(scorer, call, message):
-    with pytest.raises(RowError, match=message):
+def test_what_cannot_be_scored_is_named_by_its_place(scorer, call, error, said):
+    with pytest.raises(error, match=said):
         call(scorer)
 
 
@@ -158,17 +144,13 @@ def test_a_score_that_is_no_number_is_an_error(tiny_reward_model):
     ("option", "message"),
     [
         ({"dtype": "int8"}, "dtype is 'int8': choose from auto, bfloat16"),
-        ({"device": "gpu"}, "device is 'gpu': write cuda"),
+        ({"check_sight": "false"}, "check_sight is 'false': write true or false"),
         ({"device": "cuda:99"}, "device is cuda:99, which this machine does not have"),
     ],
 )
 def test_options_that_cannot_work_are_refused(tiny_reward_model, option, message):
     with pytest.raises(ConfigError, match=message):
         load_scorer(tiny_reward_model, **option)
-
-
-def test_short_names_of_types_are_known(tiny_reward_model):
-    assert load_scorer(tiny_reward_model, device="cpu", dtype="bf16").model.dtype is torch.bfloat16
 
 
 @pytest.fixture
@@ -199,19 +181,6 @@ def test_the_command_line_scores_answers_as_the_scorer_does(vlmrm, scorer, tiny_
     assert [line for line in lines if line.endswith("<- best")] == [best]
 
 
-def test_the_command_line_scores_pictures_for_a_prompt(vlmrm, scorer, tiny_reward_model, picture):
-    drawn = {"role": "assistant", "content": [{"type": "image", "image": picture}]}
-    asked = ["score", "--model", tiny_reward_model, "--prompt", "Red.", "--response-image", picture, "--json"]
-    found = json.loads(vlmrm(*asked))
-    expected = scorer.score([[{"role": "user", "content": "Red."}, drawn]])
-    assert [line["score"] for line in found["answers"]] == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_question_without_answers_is_refused(vlmrm, tiny_reward_model):
-    with pytest.raises(ConfigError, match="--response"):
-        vlmrm("score", "--model", tiny_reward_model, "--prompt", "Red?")
-
-
 def test_a_conversation_longer_than_the_model_reads_is_refused_as_everywhere(scorer):
     limit = scorer.engine.collator.max_seq_length
     [good, long] = scorer.score_each(
@@ -222,17 +191,3 @@ def test_a_conversation_longer_than_the_model_reads_is_refused_as_everywhere(sco
     )
     assert isinstance(good, float)
     assert isinstance(long, RowError) and f"tokens are over max_seq_length {limit}" in long.reason
-
-
-@pytest.mark.parametrize("name", ["check_sight", "check_files", "trust_remote_code"])
-def test_a_switch_that_is_a_word_is_refused_and_not_taken_for_true(tiny_reward_model, name):
-    with pytest.raises(ConfigError, match=f"{name} is 'false': write true or false"):
-        load_scorer(tiny_reward_model, **{name: "false"})
-
-
-def test_images_of_a_gradient_answer_the_prompt_that_candidates_answer(scorer):
-    prompt = "\n\nHuman: Draw.\n\nAssistant: What?\n\nHuman: A square."
-    answer = {"role": "assistant", "content": [{"type": "image", "image": Image.new("RGB", (56, 56))}]}
-    [[expected]] = scorer.score_groups([(prompt, [answer])])
-    scores = scorer.score_images(prompt, torch.zeros(1, 3, 56, 56))
-    assert scores.tolist() == pytest.approx([expected], abs=1e-5)

@@ -250,16 +250,6 @@ class Answers:
         return {"score": -len(answer) if "<" in answer else len(answer)}
 
 
-class Counted(Length):
-    """Counts its items since it was loaded."""
-
-    computed: ClassVar = {"items": 0}
-
-    def __call__(self, items):
-        self.computed["items"] += len(items)
-        return super().__call__(items)
-
-
 class Prepared(Length):
     """`Length` with two steps. Its prompts say in which one they mean what they say: "prepare: PROMPT" in the first.
 

@@ -25,13 +25,12 @@ def reserved() -> socket.socket:
 class RedisServer:
     """With its data in `folder`, and `options` as its configuration's keys and values; a sentinel with a `config`."""
 
-    def __init__(self, folder: Path, *options: str, tls: bool = False, config: Path | None = None):
+    def __init__(self, folder: Path, *options: str, config: Path | None = None):
         if shutil.which("redis-server") is None:
             pytest.skip("redis-server is not installed: apt-get install redis-server, or run .ci/run")
         self.folder, self._holder = folder, reserved()
         self.port = self._holder.getsockname()[1]
-        ports = ("--port", "0", "--tls-port") if tls else ("--port",)
-        self.options = [*ports, str(self.port), "--dir", str(folder), "--appendonly", "yes", "--save", "", *options]
+        self.options = ["--port", str(self.port), "--dir", str(folder), "--appendonly", "yes", "--save", "", *options]
         if config is not None:
             self.options = [*self.options[:2], "--sentinel"]
         self._config = [] if config is None else [str(config)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import logging
 import re
 import socket
@@ -18,12 +17,11 @@ from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.service import Service
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.strict_json import strict_json
-from vlmrm.serving.telemetry import LineFormatter
-from vlmrm.serving.worker.channel import find_secrets, redact, redact_paths
 
 OPEN = ["/health", "/ready"]
 GUARDED = ["/v1/models", "/metrics", "/docs", "/openapi.json"]
 SECRET = "s3cret-of-the-service"
+H2C = {"Connection": "Upgrade, HTTP2-Settings"}
 
 
 def basic(user: str, password: str = "") -> dict[str, str]:
@@ -40,21 +38,13 @@ async def test_a_token_guards_everything_but_the_probes():
         assert [(await client.get(path)).status_code for path in GUARDED] == [401] * len(GUARDED)
         assert [(await client.get(path, headers=bearer(SECRET))).status_code for path in GUARDED] == [200] * 4
         assert [(await client.get(path)).status_code == 401 for path in OPEN] == [False] * 2
-        refused = await rewards(client, "a")
-        assert refused.status_code == 401 and "Basic" in refused.headers["www-authenticate"]
-        assert refused.json()["error"]["message"] == "a token is needed: send it as Authorization: Bearer TOKEN."
         for given in (bearer(SECRET), basic("anyone", SECRET), basic(SECRET)):
             client.headers = given
             assert (await rewards(client, "aaa")).status_code == 200
-        for given in (
-            bearer(SECRET[:-1]),
-            bearer(""),
-            basic("", ""),
-            {"Authorization": "Basic %%"},
-            {"Authorization": "x"},
-        ):
+        for given in ({}, bearer(SECRET[:-1]), bearer(""), basic("", ""), {"Authorization": "Basic %%"}):
             client.headers = given
-            assert (await rewards(client, "aaa")).status_code == 401
+            refused = await rewards(client, "aaa")
+            assert refused.status_code == 401 and "Basic" in refused.headers["www-authenticate"]
 
 
 def routes() -> list[tuple[str, str]]:
@@ -86,43 +76,6 @@ def test_a_body_is_not_read_before_its_token(method, path, tokens):
                 assert answer.json()["error"]["message"].startswith("a token is needed")
 
     ask()
-
-
-@in_loop
-async def test_a_body_is_not_validated_before_its_token():
-    rewards = fake("one", token="first"), fake("two")
-    async with running(*rewards, workers=False, admin_token=SECRET) as (_, client):
-        guarded = [(method, path) for method, path in routes() if "/one/" in path]  # elsewhere a body names the reward
-        assert len(guarded) > 10
-        for method, path in guarded:
-            for body in (b"{", b"{}"):
-                sent = {"content": body, "headers": {"Content-Type": "application/json", **bearer("wrong")}}
-                answer = await client.request(method, path, **sent)
-                assert answer.status_code == 401, (method, path, answer.text)
-    async with running(workers=False) as (_, client):
-        answer = await client.put("/v1/rewards/length/model", content=b"{}")
-        assert answer.status_code == 403 and "VLMRM_ADMIN_TOKEN" in answer.text
-
-
-def test_a_body_that_does_not_come_is_not_waited_for_without_a_token():
-    with served(token=SECRET, limits={"body_timeout": 5}) as url:
-        address = httpx.URL(url)
-        with socket.create_connection((address.host, address.port or 80), timeout=60) as client:
-            client.sendall(b"POST /v1/rewards HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200000000\r\n\r\n")
-            assert client.makefile("rb").readline().split()[1] == b"401"
-
-
-@in_loop
-async def test_a_body_to_one_reward_is_not_read_for_the_token_of_another():
-    async def unread():
-        raise AssertionError("the body was read")
-        yield b""
-
-    async with running(fake("one", token="first"), fake("two", token="second"), workers=False) as (_, client):
-        for path in ("/two/compute", "/two/predict", "/two/get_reward"):
-            assert (await client.post(path, headers=bearer("first"), content=unread())).status_code == 401
-        absent = await client.post("/three/compute", headers=bearer("first"), json={"prompt": ["a"]})
-        assert "no reward three" in absent.json()["error"]
 
 
 @in_loop
@@ -158,14 +111,9 @@ async def test_probes_may_ask_for_the_head_alone():
 
 
 def test_a_probe_of_http_1_0_is_answered():
-    with served() as url:
-        address = httpx.URL(url)
-        with socket.create_connection((address.host, address.port or 80), timeout=300) as probe:
-            probe.sendall(b"GET /health HTTP/1.0\r\n\r\n")
-            assert probe.makefile("rb").readline().split()[1] == b"200"
-        with socket.create_connection((address.host, address.port or 80), timeout=300) as nameless:
-            nameless.sendall(b"GET /health HTTP/1.0\r\nHost: evil.test\r\n\r\n")
-            assert nameless.makefile("rb").readline().split()[1] == b"421"
+    with served() as url, socket.create_connection(url.removeprefix("http://").split(":"), timeout=300) as probe:
+        probe.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+        assert probe.makefile("rb").readline().split()[1] == b"200"
 
 
 @in_loop
@@ -180,9 +128,7 @@ async def test_pages_of_other_sites_cannot_ask():
 @in_loop
 async def test_every_error_is_one_sentence_in_one_form():
     limits = {"max_body_bytes": 2000, "max_items": 3, "body_timeout": 0.2}
-    long = {"Content-Type": "application/json"}
-    gzip = {"Content-Encoding": "gzip"}
-    h2c = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c"}
+    json_ = {"Content-Type": "application/json"}
 
     async def endless():
         while True:
@@ -194,34 +140,28 @@ async def test_every_error_is_one_sentence_in_one_form():
 
     async with running(limits=limits) as (_, client):
         found = [
-            (await client.get("/absent"), 404, "there is no such address"),
-            (await client.get("/v1/rewards"), 405, "this address does not take this method"),
-            (await client.post("/v1/rewards", json={"items": []}), 422, "items: List should have at least 1 item"),
+            (await client.get("/absent"), 404, "no such address"),
+            (await client.get("/v1/rewards"), 405, "method"),
             (await client.post("/v1/rewards", json={"itms": [], "x": 1}), 422, "itms (did you mean items?), and 2"),
-            (await client.post("/v1/rewards", json={}), 422, "items is missing."),
-            (await client.post("/v1/rewards", json=[]), 422, "the body: "),
             (await client.post("/v1/rewards", json={"items": [{"group": True}]}), 422, "items.0.group: Input"),
-            (await client.post("/rerank", json={"query": "a", "documents": [1]}), 422, "documents.0: Input should be"),
-            (await client.post("/predict", json={"inputs": "a", "raw": 1}), 422, "unknown key raw."),
             (await client.post("/get_reward", json={"query": ["a"], "label": [1]}), 422, "(did you mean labels?)"),
-            (await client.post("/remote_rm", json={"prompt": "a", "respons": "b"}), 422, "(did you mean response?)"),
-            (await client.post("/v1/rewards?timeout=3", json={}), 400, "?timeout of the address would not be read"),
-            (await client.put("/v1/rewards/length/model?beside=false", json={}), 400, "?beside of the address"),
-            (await client.post("/v1/rewards", json={}, headers=gzip), 415, "the Content-Encoding"),
-            (await client.post("/v1/rewards", json={}, headers=h2c), 400, "an upgrade to h2c: send it in HTTP/1.1"),
-            (await client.post("/v1/rewards", json={}, headers={"X": "x" * 2**16}), 431, "over the limit of 65536"),
-            (await client.post("/v1/rewards", content=b"{}"), 422, "send it as Content-Type: application/json."),
-            (await client.post("/v1/rewards", content=b'{"a": 1,', headers=long), 400, "the JSON is broken"),
-            (await rewards(client, *"abcd"), 400, "there are 4 items: send between 1 and 3"),
-            (await client.post("/v1/rewards", content=b" " * 2001, headers=long), 413, "over the limit of 2000 bytes"),
-            (await client.post("/v1/rewards", content=endless(), headers=long), 413, "over the limit of 2000 bytes"),
-            (await client.post("/v1/rewards", content=stalled(), headers=long), 408, "did not come in 0.2 s"),
+            (await client.post("/v1/rewards?timeout=3", json={}), 400, "?timeout of the address"),
+            (await client.post("/v1/rewards", json={}, headers={"Content-Encoding": "gzip"}), 415, "Content-Encoding"),
+            (await client.post("/v1/rewards", json={}, headers={"Upgrade": "h2c", **H2C}), 400, "an upgrade to h2c"),
+            (await client.post("/v1/rewards", json={}, headers={"X": "x" * 2**16}), 431, "limit of 65536"),
+            (await client.post("/v1/rewards", content=b"{}"), 422, "Content-Type: application/json"),
+            (await client.post("/v1/rewards", content=b'{"a": 1,', headers=json_), 400, "the JSON is broken"),
+            (await rewards(client, *"abcd"), 400, "there are 4 items"),
+            (await client.post("/v1/rewards", content=b" " * 2001, headers=json_), 413, "over the limit of 2000"),
+            (await client.post("/v1/rewards", content=endless(), headers=json_), 413, "over the limit of 2000"),
+            (await client.post("/v1/rewards", content=stalled(), headers=json_), 408, "did not come in 0.2 s"),
             (await rewards(client, "raise"), 500, "RuntimeError: out of memory"),
-        ]  # fmt: skip
-    for answer, status, sentence in found:
+        ]
+
+    for answer, status, words in found:
         assert answer.status_code == status, answer.text
         [error] = answer.json().values()
-        assert set(error) == {"message", "type"} and sentence in error["message"]
+        assert set(error) == {"message", "type"} and words in error["message"]
         assert error["message"].endswith(".") and "\n" not in error["message"]
         assert answer.headers["x-request-id"] and answer.headers["x-content-type-options"] == "nosniff"
 
@@ -275,40 +215,18 @@ async def test_no_answer_and_no_log_holds_a_secret(tmp_path, capfd):
     assert [one for one in (SECRET, "'f1rst'", "'wh0le'") if one in log] == []
 
 
-def test_paths_and_secrets_are_left_out_of_texts():
-    for text, rest in [
-        ("FileNotFoundError: '/srv/models/a b/x.bin'", "FileNotFoundError: 'a b/x.bin'"),
-        ("no /srv/models/x.bin: look", "no x.bin: look"),
-        ("https://host/a/b.png and org/model and 3/4 and </b>", "https://host/a/b.png and org/model and 3/4 and </b>"),
-        ("~/keys/id and /tmp", "id and /tmp"),
-    ]:
-        assert redact_paths(text) == rest
-    assert find_secrets({"api_key": "a", "b": [{"hf_token": "c", "name": "d"}], "key": ""}) == {"a", "c"}
-    assert redact({"x": ["say a", 1, b"/a/b"]}, {"say"}) == {"x": ["*** a", 1, b"/a/b"]}
-
-
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
         (b'{"a": 1, "a": 2}', "the key 'a' twice"),
-        (b'[{"b": {"c": 1, "c": 1}}]', "the key 'c' twice"),
         (b"[NaN]", "has NaN"),
-        (b"[-Infinity]", "has -Infinity"),
         (b"[" * 50 + b"]" * 50, "nested deeper than the limit of 32"),
-        (b"[" * 900 + b"]" * 900, "nested deeper than the limit of 32"),
-        (b'"",' * 5000, "over 1000 values"),
-        (b'{"a":' * 33 + b"1" + b"}" * 33, "nested deeper than"),
         (b"[" + b"0," * 2_000 + b"0]", "over 1000 values"),
-        (b"[[]" * 900 + b"]" * 900, "over 1000 values"),
         (b'{"a": "\xff"}', "not UTF-8"),
-        (b'{"a": {"b": ":", "a:": ":\\u003a", "a:": 1}}', "the key 'a:' twice"),
         (b'{"a": "::", "a": "\\u003A"}', "the key 'a' twice"),
         (b"[1e999]", "a number that is too large"),
         (b'["\\udc00"]', "broken: lone leading surrogate"),
         (b'{"a": tru}', "broken: .* at line 1 column 10"),
-        (b"", "broken: .* at line 1 column 0"),
-        (b"[" + b"1" * 5000 + b"]", "broken: number out of range"),
-        (b'"' + b'\\"' * 1_000_000 + b"[" * 2000, "broken: EOF while parsing a string"),
     ],
 )
 def test_json_that_is_ambiguous_or_a_bomb_is_refused(body, sentence):
@@ -327,22 +245,6 @@ async def test_every_route_reads_its_json_strictly():
             answer = await client.post(path, **sent)
             assert answer.status_code != 422 and "twice" in answer.text, f"{path}: {answer.text}"
     assert len(posts) > 5
-
-
-def test_json_within_the_limits_is_what_it_says():
-    text = "[{" + ",".join(f'"{n}": "[[[{{{{,,,\\"" ' for n in range(900)) + "}]"
-    assert strict_json(text.encode(), Limits(max_json_values=1000)) == json.loads(text)
-    deep = "[" * 32 + "]" * 32
-    assert strict_json(deep.encode(), Limits()) == json.loads(deep)
-
-
-def test_log_lines_cannot_be_forged_and_are_json_on_demand():
-    record = logging.LogRecord("vlmrm", logging.INFO, "", 0, "request %s", ("a\nb",), None)
-    record.fields = {"status": 200, "route": "/x\r\ny"}
-    line = LineFormatter(as_json=False).format(record)
-    assert line.endswith("info request a\\nb status=200 route=/x\\r\\ny") and len(line.splitlines()) == 1
-    found = json.loads(LineFormatter(as_json=True).format(record))
-    assert found["message"] == "request a\nb" and found["status"] == 200 and found["level"] == "info"
 
 
 @in_loop

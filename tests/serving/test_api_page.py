@@ -13,8 +13,6 @@ import httpx2 as httpx
 import pytest
 from services import fake, in_loop, running, served
 
-from vlmrm.serving.app import example_call
-
 CHARACTERS = fake("people", "fake_reward.Characters")
 
 
@@ -64,8 +62,3 @@ def test_every_example_on_the_page_is_answered_as_it_stands_there(others, tmp_pa
         "/v2/rerank",
         "/api/reward/ping",
     }  # other names of what was asked
-
-
-def test_examples_of_operators_are_of_their_methods():
-    assert example_call("post", "/v1/rewards/a/rollback", "http://b", "a", "").endswith("/rollback \\\n  -X POST")
-    assert "-X PUT" in example_call("put", "/v1/rewards/a/model", "http://b", "a", "")

@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from sent_media import npy
 from services import ATTENTIVE, TALKATIVE, eventually, fake, in_loop, running
 
-from vlmrm.conversation import Outcome
 from vlmrm.errors import CheckpointError
 from vlmrm.serving.engines import WanDecoder
 
@@ -19,12 +19,6 @@ diffusers = pytest.importorskip("diffusers")
 
 def latents_of(seed=0, shape=(16, 2, 3, 4)):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def npy(array):
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
 
 
 def test_a_video_is_what_the_autoencoder_makes_of_the_latents_as_they_were(vae_folder):
@@ -98,15 +92,6 @@ async def test_rewards_get_videos_and_each_is_decoded_once(vae_folder):
 
 
 @in_loop
-async def test_latents_fail_where_the_decoder_cannot_be_loaded(tmp_path):
-    arguments = decode_args(model_path=str(tmp_path), timeout=0.1)
-    async with running(fake("frames", "fake_reward.Frames"), decode_args=arguments) as (service, _):
-        item = {"prompt": "a", "latents": {"npy": npy(latents_of())}}
-        status = await service.backend.wait(await service.submit("frames", [item]), 600)
-    assert status.outcomes == [Outcome(error="its latents cannot be decoded: the decoder cannot be loaded")]
-
-
-@in_loop
 async def test_a_decoder_that_cannot_be_loaded_is_seen_and_keeps_nobody_from_images(tmp_path, redis_server):
     arguments = decode_args(venv_python=str(tmp_path / "python"))
     shared = {"decode_args": arguments, **redis_server.settings}
@@ -123,13 +108,6 @@ async def test_a_decoder_that_cannot_be_loaded_is_seen_and_keeps_nobody_from_ima
             assert latents.status_code == 503 and "see /ready" in latents.json()["error"]["message"]
             pixels = np.zeros((1, 4, 5, 3), np.uint8)
             assert (await one.post("/api/reward/enqueue", content=sent(pixels, media_type="image"))).status_code == 200
-
-
-@in_loop
-async def test_of_a_decoder_that_there_is_not_nothing_is_said():
-    async with running() as (_, client):
-        assert "decoder" not in (await client.get("/ready")).json()
-        assert (await client.get("/v1/status")).json()["decoder"] is None
 
 
 @in_loop

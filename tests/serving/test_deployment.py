@@ -18,7 +18,6 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDER = EXAMPLES / "kubernetes"
 CONFIGURATION = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 ROLES = ("vlmrm-api", "vlmrm-workers")
-STOPPING_S = 5 + 60 + 41  # preStop, accepted requests, the rest
 
 
 def objects(*files: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -69,18 +68,6 @@ def test_the_configuration_loads_with_its_secrets():
     assert settings.limits.queue_bytes * 2 <= 4 * 2**30 and "--maxmemory 4gb" in arguments
 
 
-def test_the_files_of_the_folder_are_those_that_are_applied():
-    [config], [secret] = CONFIGURATION["configMapGenerator"], CONFIGURATION["secretGenerator"]
-    named = {*CONFIGURATION["resources"], *config["files"], "kustomization.yaml", "prometheus.yaml"}
-    assert {path.name for path in FOLDER.iterdir() if not path.name.startswith(".")} - {"secrets.env"} == named
-    assert secret["envs"] == (FOLDER / ".gitignore").read_text().split()
-    for role in ROLES:
-        assert {
-            volume["configMap"]["name"] for volume in pod("Deployment", role)["volumes"] if "configMap" in volume
-        } == {config["name"]}
-        assert container("Deployment", role)["envFrom"] == [{"secretRef": {"name": secret["name"]}}]
-
-
 @pytest.mark.parametrize("name", ROLES)
 def test_the_manifest_s_commands_and_ports_are_the_service_s(name):
     one, settings = container("Deployment", name), load_settings(FOLDER / "service.toml", {"VLMRM_TOKEN": "t"})
@@ -92,29 +79,6 @@ def test_the_manifest_s_commands_and_ports_are_the_service_s(name):
         "/ready",
     }
     assert one["livenessProbe"]["httpGet"]["path"] == "/health"  # a worker that loads is no reason to kill it
-
-
-@pytest.mark.parametrize("kind, name", [key for key in APPLIED if "template" in APPLIED[key]["spec"]])
-def test_pods_have_their_labels_volumes_and_no_rights(kind, name):
-    one, spec = container(kind, name), APPLIED[kind, name]["spec"]
-    assert spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
-    claims = [claim["metadata"] for claim in spec.get("volumeClaimTemplates", ())]
-    volumes = {volume["name"] for volume in [*pod(kind, name)["volumes"], *claims]}
-    assert {mount["name"] for mount in one["volumeMounts"]} == volumes
-    assert pod(kind, name)["securityContext"]["runAsNonRoot"] and not pod(kind, name)["automountServiceAccountToken"]
-    rights = one["securityContext"]
-    assert rights["readOnlyRootFilesystem"] and not rights["allowPrivilegeEscalation"]
-    assert rights["capabilities"] == {"drop": ["ALL"]}
-    if kind == "Deployment":
-        assert pod(kind, name)["terminationGracePeriodSeconds"] > STOPPING_S
-
-
-def test_what_selects_pods_selects_what_there_is():
-    labels = [one["spec"]["template"]["metadata"]["labels"] for one in APPLIED.values() if "template" in one["spec"]]
-    for (kind, _), one in {**APPLIED, **objects("prometheus.yaml")}.items():
-        if kind in ("Service", "PodDisruptionBudget", "PodMonitor"):
-            selector = one["spec"]["selector"]
-            assert selector.get("matchLabels", selector) in labels
 
 
 def test_workers_scale_by_a_metric_that_there_is_of_a_reward_that_is_served():

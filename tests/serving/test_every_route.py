@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
-import math
 import re
-from types import SimpleNamespace
 
-import httpx2 as httpx
-import pyarrow.parquet as pq
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image as Pillow
-from services import served
+from sent_media import data_uri, png
 
-from vlmrm.adapters.plain import Reward
 from vlmrm.adapters.rows import text_columns
-from vlmrm.adapters.swift_orm import VlmrmORM
-from vlmrm.adapters.trl_reward import TRLReward
 from vlmrm.conversation import Conversation, Image, Message, Text, Video, VideoOptions
 from vlmrm.data.rows import read_answers, read_row
 from vlmrm.errors import RowError
@@ -31,22 +21,12 @@ from vlmrm.formats.texts import read_text, write_text
 from vlmrm.formats.wire import read_item, write_item
 from vlmrm.modeling import load_processor
 from vlmrm.rendering import Renderer
-from vlmrm.rewards import RewardSet
-from vlmrm.scoring import load_scorer
-from vlmrm.scoring.offline import OfflineJob, score_offline
-from vlmrm.scoring.remote import EncodedMedia, RemoteScorer, _encode_item
+from vlmrm.scoring.remote import EncodedMedia, _encode_item
 from vlmrm.serving.media import MediaResolver
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.worker.channel import pack, unpack
 
-
-def picture(colour: str) -> str:
-    file = io.BytesIO()
-    Pillow.new("RGB", (56, 56), colour).save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-RED, BLUE, GREEN = map(picture, ("red", "blue", "green"))
+RED, BLUE, GREEN = (data_uri(png(56, 56, colour)) for colour in ("red", "blue", "green"))
 ODD = (
     *(
         "",
@@ -211,96 +191,3 @@ def test_every_route_hands_on_the_same_tokens_and_pixels(route, renderer, conver
 @pytest.mark.parametrize("conversation", EXAMPLES)
 def test_shapes_that_were_lost_once_are_carried(route, renderer, conversation):
     check(route, renderer, conversation)
-
-
-# Scores, by the real ways in ---------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def address(tiny_reward_model):
-    common = {"reward_type": "vlm_reward", "model_path": str(tiny_reward_model), "dtype": "float32", "device": "cpu"}
-    with served(common) as url:
-        yield url
-
-
-def posted(url: str, path: str, body: dict) -> dict | list:
-    return httpx.post(f"{url}{path}", json=body, timeout=600).json()
-
-
-def native(it: Conversation, url: str):
-    [row] = posted(url, "/v1/rewards", {"items": [{"messages": write_messages(it.messages)}]})["data"]
-    return row["raw"] if row["error"] is None else row["error"]
-
-
-def refused_or(answer, read):
-    return answer["error"]["message"] if isinstance(answer, dict) and "error" in answer else read(answer)
-
-
-def served_scores(it: Conversation, url: str) -> dict[str, float | str]:
-    """What each protocol that can carry it answers."""
-    messages = write_messages(it.messages)
-    rendered, raw = json.dumps(messages), {"use_activation": False}
-    label = {"prompt": write_messages(it.prompt)}
-    scores = {
-        "native": native(it, url),
-        "vLLM pooling": refused_or(
-            posted(url, "/pooling", {"messages": messages, **raw}), lambda answer: answer["data"][0]["data"][0]
-        ),
-        "vLLM input": refused_or(
-            posted(url, "/pooling", {"input": rendered, **raw}), lambda answer: answer["data"][0]["data"][0]
-        ),
-        "TEI": refused_or(
-            posted(url, "/predict", {"inputs": rendered, "raw_scores": True}), lambda answer: answer[0]["score"]
-        ),
-        "LLaMA-Factory": refused_or(
-            posted(url, "/v1/score/evaluation", {"messages": [rendered]}), lambda answer: answer["scores"][0]
-        ),
-    }
-    if not it.answer.media and not re.search(r"(<\|\w+\|>|</s>)\s*$", it.answer.text):
-        body = {"query": [f"?{it.answer.text}<|im_end|>"], "prompts": ["?"], "labels": [label]}
-        scores["OpenRLHF"] = refused_or(posted(url, "/get_reward", body), lambda answer: answer["rewards"][0])
-        rollout = {**label, "response": f"{it.answer.text}<|im_end|>", "label": "the right answer"}
-        scores["slime"] = refused_or(posted(url, "/remote_rm", rollout), lambda answer: answer)
-    if [message["role"] for message in messages] == ["user", "assistant"]:
-        query, document = ({"content": message["content"]} for message in messages)
-        body = {"query": query, "documents": [document], "return_documents": False, **raw}
-        scores["rerank"] = refused_or(posted(url, "/v1/rerank", body), lambda a: a["results"][0]["relevance_score"])
-    return scores
-
-
-@given(batch=st.lists(conversations(), min_size=8, max_size=8))
-@example(batch=EXAMPLES)
-@settings(max_examples=3)
-def test_every_way_in_gives_the_score_of_the_local_scorer(tiny_reward_model, address, tmp_path_factory, batch):
-    model, load = tiny_reward_model, {"device": "cpu", "dtype": "float32"}
-    scorer = load_scorer(model, **load)
-    alone = [scorer.score_each([it])[0] for it in batch]
-    expected = [one.reason if isinstance(one, RowError) else one for one in alone]
-    good = [it for it, score in zip(batch, expected, strict=True) if not isinstance(score, str)]
-    wanted = pytest.approx([score for score in expected if not isinstance(score, str)], abs=1e-6)
-
-    prompts, answers = [write_messages(it.prompt) for it in good], [write_messages([it.answer]) for it in good]
-    assert scorer.score(good) == wanted
-    assert RemoteScorer(address).score(good) == wanted
-    assert Reward(model, **load)(prompts, answers) == wanted
-    assert TRLReward(model, **load)(prompts=prompts, completions=answers) == wanted
-    orm = type("Orm", (VlmrmORM,), {"model": model, "options": load})(SimpleNamespace())
-    whole = [write_messages(it.messages) for it in good]
-    assert orm(answers, messages=whole) == wanted
-    settings_ = {"reward_model": "vlm_reward", "model_path": str(model), **load}
-    rewards = RewardSet([{"name": "it", **settings_}])(**text_columns(prompts, answers, None)[0]).rewards["it"]
-    assert rewards.tolist() == wanted
-
-    folder = tmp_path_factory.mktemp("offline")
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in whole))
-    job = OfflineJob(str(model), [str(folder / "rows.jsonl")], folder / "scores", **load)
-    score_offline(job)
-    table = pq.read_table(folder / "scores")
-    assert [score for scores in table["scores"].to_pylist() for score in scores] == wanted
-
-    for conversation, score in zip(batch, expected, strict=True):
-        for protocol, answered in served_scores(conversation, address).items():
-            if isinstance(score, str):
-                assert score in answered, protocol
-            else:
-                assert math.isclose(answered, score, abs_tol=1e-6), protocol

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import re
 
 import pytest
+from sent_media import data_uri, png
 from services import HERE, Gate, fake, in_loop, queued, rewards, running
-from test_fetch import png
 
-from vlmrm.conversation import Conversation, Image, Message, Outcome, Sample
+from vlmrm.conversation import Conversation, Image, Message, Sample
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.formats.flow_factory import (
     PromptTemplate,
     conversation_to_sample,
     read_sample,
     sample_to_conversation,
-    write_sample,
 )
-from vlmrm.formats.wire import read_outcome, write_outcome
 from vlmrm.serving.engines import RewardEngine, ScorerEngine
 
 RED, BLUE = b"red", b"blue"
@@ -60,19 +57,17 @@ def test_each_form_becomes_the_other_and_comes_back(sample, turns):
     assert conversation_to_sample(conversation) == Sample(**sample)
 
 
-def test_a_sample_is_worded_as_its_training_rows_were():
-    worded = sample_to_conversation(Sample(**FORMS[0][0]), PromptTemplate("Q: {prompt}", "Be kind."))
-    assert worded.messages == messages([("system", ["Be kind."]), ("user", ["Q: Why?"]), ("assistant", ["So."])])
-
-
-def test_a_placeholder_that_a_client_writes_is_a_word():
-    asked = Sample("What is the <image> tag?", "So.", image=RED)
-    for template, content in (
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
         (PromptTemplate(), [RED, "What is the <image> tag?"]),
         (PromptTemplate("See <image>: {prompt}"), ["See ", RED, ": What is the <image> tag?"]),
-    ):
-        read = sample_to_conversation(asked, template, placeholders=False)
-        assert read.messages == messages([("user", content), ("assistant", ["So."])])
+    ],
+)
+def test_a_placeholder_that_a_client_writes_is_a_word(template, content):
+    asked = Sample("What is the <image> tag?", "So.", image=RED)
+    read = sample_to_conversation(asked, template, placeholders=False)
+    assert read.messages == messages([("user", content), ("assistant", ["So."])])
 
 
 @pytest.mark.parametrize("item", [{"image": RED}, {"prompt": "Why?"}])
@@ -119,7 +114,7 @@ async def test_an_item_without_what_its_reward_needs_costs_no_other():
 @in_loop
 async def test_a_reward_of_images_or_videos_needs_one_of_them():
     either = {"reward_type": "shown_reward.Either", "name": "either", "import_from": [HERE], "device": "cpu"}
-    picture = "data:image/png;base64," + base64.b64encode(png()).decode()
+    picture = data_uri(png())
     items = [{"prompt": "a", "image": picture}, {"prompt": "a", "video": [picture]}, {"prompt": "a"}]
     async with running(either) as (service, client):
         data = (await client.post("/v1/rewards", json={"items": items})).json()["data"]
@@ -132,22 +127,9 @@ async def test_a_reward_of_images_or_videos_needs_one_of_them():
 def test_a_judge_is_deterministic_where_it_does_not_sample(temperature, deterministic):
     judge = RewardEngine(
         **{"name": "judge", "reward_model": "vllm_evaluate", "vlm_model": "m", "temperature": temperature},
-        **{"api_base_url": "http://127.0.0.1:9/v1", "device": "cpu"},
+        **{"api_base_url": "http://judge/v1", "device": "cpu"},
     )
     assert judge.info["deterministic"] is deterministic
-
-
-def test_a_failure_without_a_reason_is_that_item_s_alone():
-    outcome = Outcome(error="")
-    assert read_outcome(write_outcome(outcome)) == outcome
-    assert write_outcome(Outcome(0.0)) == {"score": 0.0}
-
-
-def test_a_reward_of_one_s_own_is_given_messages_as_dictionaries():
-    asked = Conversation(messages([("system", ["Be kind."]), ("user", [RED, "Why?"]), ("assistant", ["So."])]))
-    columns = write_sample(conversation_to_sample(asked))
-    assert columns["prompt"][0] == {"role": "system", "content": [{"type": "text", "text": "Be kind."}]}
-    assert sample_to_conversation(read_sample(columns)) == asked
 
 
 @pytest.mark.parametrize(

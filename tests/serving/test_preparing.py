@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from vlmrm.cli import app
 from vlmrm.errors import ConfigError
 from vlmrm.rewards import reward_model_class
 from vlmrm.serving.settings import load_settings
@@ -85,18 +84,6 @@ def test_a_script_that_fails_stops_all_and_is_run_again(place):
 def test_a_script_that_makes_no_environment_has_failed(place):
     with pytest.raises(ConfigError, match=r"made no .*venv0/bin/python"):
         prepare(write(place, {}, script="exit 0\n"), print)
-
-
-def test_a_script_that_is_not_there_is_said(place):
-    with pytest.raises(ConfigError, match=r"no setup_script missing.sh"):
-        prepare(write(place, {"setup_script": "missing.sh"}), print)
-
-
-def test_the_service_beyond_this_machine_is_prepared_without_its_token(place, capsys):
-    config = write(place, {"setup_script": ""})
-    config.write_text('host = "0.0.0.0"\n' + config.read_text())
-    app(["serve", "prepare", "--config", str(config)], result_action="return_value")
-    assert capsys.readouterr().out == "reward0: preparing\nreward0: nothing to prepare\n"
 
 
 def test_the_example_is_a_configuration_whose_rewards_all_exist(tmp_path):

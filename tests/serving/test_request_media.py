@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import io
 import json
 import os
 import struct
-import threading
 import zlib
-from fractions import Fraction
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 from PIL import Image
-from services import fake, in_loop, running, settings_of
-from test_fetch import png
-from test_fuzz import CLIP
+from sent_media import clip, data_uri, npy, png
+from services import fake, in_loop, running
 
 from vlmrm.errors import ConfigError, MediaError
-from vlmrm.serving.media import MediaResolver
-from vlmrm.serving.service import Service, TooLarge, count_pixels
+from vlmrm.serving.media import MediaResolver, estimate_tokens
+from vlmrm.serving.service import count_pixels
 from vlmrm.serving.settings import Limits
 
 
@@ -31,10 +25,6 @@ from vlmrm.serving.settings import Limits
 def pillow_limit(monkeypatch) -> None:
     """Pillow's limit is the process's, and an `MediaResolver` sets it."""
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", Image.MAX_IMAGE_PIXELS)
-
-
-def data_uri(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
 
 
 def form(*parts: tuple[str, bytes], boundary: str = "xx") -> dict:
@@ -51,19 +41,6 @@ def form(*parts: tuple[str, bytes], boundary: str = "xx") -> dict:
 
 def request(**item: object) -> bytes:
     return json.dumps({"items": [{"prompt": "aaa", **item}]}).encode()
-
-
-@in_loop
-async def test_a_picture_is_opened_once_and_off_the_loop(monkeypatch):
-    """The header of 62 KB, a PNG with compressed texts, held the event loop for half a second."""
-    opened, read = [], Image.open
-    monkeypatch.setattr(Image, "open", lambda *a, **k: opened.append(threading.current_thread()) or read(*a, **k))
-    item = {"prompt": "a", "image": data_uri(png())}
-    async with running(fake("size", "fake_reward.ImageBytes")) as (_, client):
-        for body in ({"items": [item]}, {"items": [{**item, "condition_images": [item["image"]] * 3}]}):
-            opened.clear()
-            assert (await client.post("/v1/rewards", json=body)).json()["data"][0]["error"] is None
-            assert len(opened) == 1 and threading.main_thread() not in opened
 
 
 @in_loop
@@ -115,15 +92,6 @@ def test_images_over_the_limits_are_refused_by_their_headers():
     assert "60000x60000" in refused(data_uri(bytes(bomb))) or "too large" in refused(data_uri(bytes(bomb)))
 
 
-@pytest.mark.parametrize("text", [b"zTXt", b"iTXt"])
-def test_a_text_that_unpacks_to_a_gigabyte_is_not_unpacked(text):
-    packed = zlib.compress(bytes(200 * 2**20), 9)
-    content = b"Comment\0\0" + packed if text == b"zTXt" else b"Comment\0\1\0\0\0" + packed
-    chunk = struct.pack(">I", len(content)) + text + content + struct.pack(">I", zlib.crc32(text + content))
-    bomb = png()[:33] + chunk + png()[33:]
-    assert "Decompressed data too large" in refused(data_uri(bomb))
-
-
 @pytest.fixture
 def media(tmp_path) -> Path:
     root = tmp_path / "media"
@@ -162,18 +130,6 @@ def test_what_is_no_file_is_not_opened(media):
     assert "reads none" in refused(f"file://{media}/cat.png")
 
 
-def test_a_link_that_is_put_there_after_the_check_is_seen(media, tmp_path, monkeypatch):
-    opened = os.open
-
-    def swapped(path, *flags, **options):
-        (media / "cat.png").unlink()
-        (media / "cat.png").symlink_to(tmp_path / "secret.png")
-        return opened(path, *flags, **options)
-
-    monkeypatch.setattr(os, "open", swapped)
-    assert refused(f"file://{media}/cat.png", media) == "image is a file outside media_root"
-
-
 def bitmap(side: int) -> bytes:
     """A black PNG of few bytes, however large its side is."""
 
@@ -193,7 +149,7 @@ async def test_a_small_body_of_many_pixels_is_refused_before_it_is_decoded(place
         "one video": [{"prompt": "a", "video": pictures}],
         "images": [{"prompt": "a", "image": picture} for picture in pictures],
         "conditions": [{"prompt": "a", "condition_images": pictures}],
-        "file": [{"prompt": "a", "video": "data:video/mp4;base64," + base64.b64encode(CLIP).decode()}],
+        "file": [{"prompt": "a", "video": data_uri(clip(), "video/mp4")}],
     }[place]
     limits = {"max_total_pixels": 56 * 56 * 3} if place == "file" else {}
     async with running(fake("any", "fake_reward.Anything"), limits=limits) as (service, client):
@@ -217,10 +173,10 @@ def video(*parts: bytes, **options: object) -> dict:
 @pytest.mark.parametrize("kind", ["file", "frames"])
 @in_loop
 async def test_pixels_that_a_part_s_options_ask_for_are_counted(kind, options):
-    items = [video(*([CLIP] if kind == "file" else [png()] * 2), **options)]
+    items = [video(*([clip()] if kind == "file" else [png()] * 2), **options)]
     async with running(fake("any", "fake_reward.Anything"), limits={"max_total_pixels": 9_000_000}) as (_, client):
         refused = await client.post("/v1/rewards", json={"items": items})
-        plain = await client.post("/v1/rewards", json={"items": [video(CLIP)]})
+        plain = await client.post("/v1/rewards", json={"items": [video(clip())]})
     assert refused.status_code == 413 and "max_total_pixels" in refused.json()["error"]["message"]
     assert plain.status_code == 200, plain.text
 
@@ -229,69 +185,25 @@ async def test_pixels_that_a_part_s_options_ask_for_are_counted(kind, options):
 @in_loop
 async def test_an_option_of_a_video_that_cannot_be_used_costs_its_item_alone(options):
     async with running(fake("any", "fake_reward.Anything")) as (_, client):
-        answer = await client.post("/v1/rewards", json={"items": [video(CLIP, **options), {"prompt": "a"}]})
+        answer = await client.post("/v1/rewards", json={"items": [video(clip(), **options), {"prompt": "a"}]})
     bad, good = answer.json()["data"]
     assert next(iter(options)) in bad["error"] and good["score"] == 1
 
 
-def film(seconds: int, rate: int = 30) -> bytes:
-    """A film of 1920x1080 whose frames after the first are all the same."""
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=rate)
-        stream.width, stream.height, stream.pix_fmt = 1920, 1080, "yuv420p"
-        for packet in stream.encode(av.VideoFrame(1920, 1080, "yuv420p")):
-            first = bytes(packet)
-        for number in range(seconds * rate):
-            packet = av.Packet(first)
-            packet.stream, packet.pts, packet.dts, packet.time_base = stream, number, number, Fraction(1, rate)
-            container.mux(packet)
-    return file.getvalue()
-
-
-def test_a_film_counts_as_what_it_has_in_memory():
-    long, short = film(120), film(60)
-    assert count_pixels([video_item(long)]) < Limits().max_total_pixels
-    assert count_pixels([video_item(short)] * 2) < Limits().max_total_pixels
-    assert count_pixels([video_item(long)]) >= 240 * 768 * 28 * 28
-
-
-def video_item(data: bytes) -> dict:
-    return {"messages": [{"role": "user", "content": [{"type": "video", "video": {"bytes": data}}]}]}
-
-
-def test_one_picture_of_many_candidates_is_counted_once_where_it_is_decoded_once():
-    photo = bitmap(3600)
-    items = [{"prompt": "a", "response": str(n), "image": {"bytes": photo}} for n in range(32)]
-    assert count_pixels(items) == 32 * 3600**2
-    assert count_pixels(items, once=True) == 3600**2
-    service = Service(settings_of({"reward_type": "vlm_reward", "model_path": "m"}, fake("any")))
-    asyncio.run(service.job("vlm_reward", items))
-    with pytest.raises(TooLarge):
-        asyncio.run(service.job("any", items))
-
-
 def test_all_media_of_an_item_are_counted():
-    item = {"prompt": "a", "image": {"bytes": bitmap(8192)}, "video": {"bytes": CLIP}, "metadata": {"type": "video"}}
+    item = {"prompt": "a", "image": {"bytes": bitmap(8192)}, "video": {"bytes": clip()}, "metadata": {"type": "video"}}
     assert count_pixels(item) > 8192**2 and count_pixels({**item, "metadata": {"npy": 5}}) > 8192**2
 
 
 @pytest.mark.parametrize(("shape", "frames", "scale"), [((16, 3, 4, 5), 9, 8), ((48, 3, 4, 5), 9, 16)])
 def test_latents_count_as_the_frames_that_they_are_decoded_to(shape, frames, scale):
+    latents = npy(np.zeros(shape, np.float16))
+    assert count_pixels({"prompt": "a", "latents": {"npy": latents}}) == frames * (4 * scale) * (5 * scale)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG"])
+def test_a_picture_costs_its_tokens_however_well_it_is_compressed(form):
     file = io.BytesIO()
-    np.save(file, np.zeros(shape, np.float16))
-    assert count_pixels({"prompt": "a", "latents": {"npy": file.getvalue()}}) == frames * (4 * scale) * (5 * scale)
-
-
-def test_videos_are_demuxed_beside_the_event_loop(monkeypatch):
-    threads = []
-
-    def counted(*arguments: object) -> int:
-        threads.append(threading.current_thread())
-        return 0
-
-    monkeypatch.setattr("vlmrm.serving.media.video_pixels", counted)
-    service = Service(settings_of(fake("any")))
-    for item in (video_item(CLIP), {"prompt": "a", "condition_videos": [{"bytes": CLIP}]}):
-        asyncio.run(service.job("any", [item]))
-    assert len(threads) == 2 and threading.main_thread() not in threads
+    Image.new("RGB", (1596, 1596), "red").save(file, form)
+    assert estimate_tokens({"image": {"bytes": file.getvalue()}}) == 57 * 57 + 1
+    assert estimate_tokens({"image": {"bytes": file.getvalue()}}, max_pixels=28 * 28 * 100) == 101

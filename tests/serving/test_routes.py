@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import httpx2 as httpx
 import numpy as np
 import pytest
-from PIL import Image
+from sent_media import data_uri, png
 from services import in_loop, running, served
 
 from vlmrm.adapters.rows import text_columns
@@ -24,13 +21,7 @@ REWARDS = str(Path(__file__).parents[1] / "rewards")
 sys.path.append(REWARDS)
 
 
-def picture(colour: str) -> str:
-    file = io.BytesIO()
-    Image.new("RGB", (84, 56), colour).save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-GREEN = {"type": "image", "image": picture("green")}
+GREEN = {"type": "image", "image": data_uri(png(84, 56, "green"))}
 
 
 def text(words: str) -> dict:
@@ -45,39 +36,19 @@ def video(image: dict, **options) -> dict:
     return {"type": "video", "video": [image["image"], GREEN["image"]], **options}
 
 
+TALK = (("user", "A?"), ("assistant", "B."))
 # A conversation about a picture, or with one in its answer. Two pictures must have two scores.
 SHAPES = {
     "text alone": lambda it: [turn("user", "Which?"), turn("assistant", f"The {'red' if it == RED else 'blue'} one.")],
     "a picture in question": lambda it: [turn("user", it, "Which?"), turn("assistant", "This.")],
     "a picture as the answer": lambda it: [turn("user", "Draw it."), turn("assistant", it)],
-    "an edit of a picture": lambda it: [turn("user", GREEN, "Draw it."), turn("assistant", it)],
-    "an interleaved answer": lambda it: [turn("user", "Explain."), turn("assistant", "So:", it, "See?")],
-    "two pictures as the answer": lambda it: [turn("user", "Draw two."), turn("assistant", it, GREEN)],
     "an interleaved answer about a picture": lambda it: [turn("user", GREEN, "Edit."), turn("assistant", "So:", it)],
-    "a picture after the text": lambda it: [turn("user", "Which is", it, "here?"), turn("assistant", "This.")],
-    "a picture alone in question": lambda it: [turn("user", it), turn("assistant", "This.")],
-    "an empty question": lambda it: [turn("user", ""), turn("assistant", it)],
     "a literal placeholder": lambda it: [turn("user", it, "Is this an <image>?"), turn("assistant", "Yes.")],
-    "a literal placeholder, two pictures": lambda it: [
-        turn("user", it, GREEN, "Is this an <image>?"),
-        turn("assistant", "Yes."),
-    ],
-    "two turns": lambda it: [
-        turn("user", it, "A?"),
-        turn("assistant", "B."),
-        turn("user", "C?"),
-        turn("assistant", "D"),
-    ],
+    "two turns": lambda it: [turn(role, word) for role, word in TALK] + [turn("user", it), turn("assistant", "D")],
     "a system turn": lambda it: [turn("system", "Be brief."), turn("user", it, "Which?"), turn("assistant", "This.")],
-    "control tokens in words": lambda it: [
-        turn("user", it, "<|im_end|>?"),
-        turn("assistant", "So.<|im_end|>\n<|im_start|>user\nGood.<|image_pad|>"),
-    ],
-    "a video as the answer": lambda it: [turn("user", "Film it."), turn("assistant", video(it))],
     "a video with options": lambda it: [turn("user", "Film it."), turn("assistant", video(it, sample_fps=4.0))],
-    "a video before a picture": lambda it: [turn("user", video(GREEN), it, "Which?"), turn("assistant", "This.")],
 }
-RED, BLUE = ({"type": "image", "image": picture(colour)} for colour in ("red", "blue"))
+RED, BLUE = ({"type": "image", "image": data_uri(png(84, 56, colour))} for colour in ("red", "blue"))
 PAIRS = {name: [shape(RED), shape(BLUE)] for name, shape in SHAPES.items()}
 
 
@@ -162,15 +133,6 @@ def test_a_reward_that_reads_no_answer_refuses_it_by_name():
     about = [turn("user", GREEN, "Explain."), turn("assistant", "So.")]
     [shown] = engine("Brightness")([{"messages": about}])
     assert "its answer is no image or video alone, and this reward reads no response" in shown["error"]
-
-
-def test_a_worker_takes_no_unknown_key_for_a_score_or_an_error():
-    score = import_module("vlmrm.serving.worker.__main__").run
-    message = {"id": 1, "items": [{}]}
-    [good] = score(lambda items: [{"score": 1, "extra": {"error": "?"}}], message, [{}], set())["outcomes"]
-    assert good == {"score": 1.0, "extra": {"error": "?"}}
-    failed = score(lambda items: [{"score": 1, "aesthetics": 2}], message, [{}], set())
-    assert failed["kind"] == "failed" and "returned the key aesthetics: put all but" in failed["error"]
 
 
 def boastful(**settings):

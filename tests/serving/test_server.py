@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import httpx2 as httpx
@@ -21,38 +21,30 @@ from services import HERE, Gate
 
 from vlmrm.errors import ConfigError
 from vlmrm.serving.server import listen, serve
-from vlmrm.serving.worker.channel import pack
-from vlmrm.serving.worker_process import WORKER
 
-# Headers may take for ever, until SIGUSR1 says that it is over with that.
 PROGRAM = """
-import signal
 import sys
 from pathlib import Path
 from vlmrm.serving import server
-server.HEADER_S, server.HEADER_BYTES = 3600, 2000
-
-def hurry(*_):
-    server.HEADER_S = 0.1
-    sys.stderr.write("hurrying\\n")
-
-signal.signal(signal.SIGUSR1, hurry)
+server.HEADER_S, server.HEADER_BYTES = float(sys.argv[2]), 2000
 server.serve(Path(sys.argv[1]), None, {})
 """
 
 
 @contextmanager
 def served(
-    folder: Path, *settings: str, engine: str = "fake_reward.Length", files: int | None = None
+    folder: Path, *settings: str, engine: str = "fake_reward.Length", files: int | None = None, header_s: float = 3600
 ) -> Generator[tuple[subprocess.Popen[str], str, list[str]]]:
     """The process, its address, and the lines that it logged until it was ready."""
     lines = [*settings, "port = 0", "[[reward_args]]", 'reward_type = "length"', f'engine = "{engine}"']
     lines += [f"import_from = [{HERE!r}]"]
     (folder / "service.toml").write_text("\n".join(lines))
     environment = {**os.environ, "PYTHONPATH": str(Path(HERE).parents[1])}
+    if files is not None and shutil.which("prlimit") is None:
+        pytest.skip("prlimit is not installed")
     limit = [] if files is None else ["prlimit", f"--nofile={files // 2}:{files}"]  # soft and hard
     process = subprocess.Popen(
-        [*limit, sys.executable, "-c", PROGRAM, "service.toml"],
+        [*limit, sys.executable, "-c", PROGRAM, "service.toml", str(header_s)],
         cwd=folder, env=environment, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -167,54 +159,29 @@ def test_a_worker_does_not_outlive_a_killed_service(tmp_path):
         connection.close()
 
 
-def test_a_worker_whose_service_goes_while_it_loads_ends_quietly():
-    ours, theirs = socket.socketpair()
-    with theirs:
-        worker = subprocess.Popen(
-            [sys.executable, str(WORKER), str(theirs.fileno())], pass_fds=[theirs.fileno()], stderr=subprocess.PIPE
-        )
-    ours.sendall(pack({"id": 0, "engine": "fake_reward.Length", "options": {}, "path": [HERE]}))
-    ours.close()
-    _, said = worker.communicate(timeout=300)
-    assert (worker.returncode, said) == (0, b"")
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /v1/rewards HTTP/1.1\r\nHost: localho",
+        b"GET /health HTTP/1.1\r\nX: " + b"x" * 3000,
+        b"\x16\x03\x01\x02\x00\x01",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+    ids=["silent", "slow", "large", "TLS", "HTTP/9.9", "HTTP/2"],
+)
+def test_connections_that_dawdle_or_babble_are_closed(address, sent):
+    with socket.create_connection(address, timeout=300) as connection:
+        connection.sendall(sent)
+        assert b" 200 " not in answer(connection)
 
 
-def test_connections_that_dawdle_or_babble_are_closed_and_others_are_answered(tmp_path):
-    with served(tmp_path, 'log_format = "json"') as (process, url, logged):
-        assert any(json.loads(line)["message"].startswith("Serving length on http://127.0.0.1:") for line in logged)
-        address = (httpx.URL(url).host, httpx.URL(url).port or 80)
-        connect = partial(socket.create_connection, address, timeout=300)
-
-        def healthy(connection: socket.socket) -> None:
-            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            received = b""
-            while not received.endswith(b'{"status":"ok"}'):
-                received += connection.recv(65536) or pytest.fail("the connection was closed")
-
-        large = connect()
-        large.sendall(b"GET /health HTTP/1.1\r\nX: " + b"x" * 3000)
-        assert b"400 Bad Request" in answer(large)
-        kept = connect()
-        for _ in range(2):
-            healthy(kept)
-
-        process.send_signal(signal.SIGUSR1)
-        lines_until(process, "hurrying")
-        silent, slow = connect(), connect()
-        slow.sendall(b"POST /v1/rewards HTTP/1.1\r\nHost: localho")
-        assert answer(silent) == answer(slow) == b""
-        for junk in (
-            b"\x16\x03\x01\x02\x00\x01",
-            b"GET / HTTP/9.9\r\n\r\n",
-            b"\r\n" * 1000,
-            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        ):
-            with connect() as connection:
-                connection.sendall(junk)
-                assert b" 200 " not in answer(connection)
-        healthy(kept)
-        kept.sendall(b"GET /health HT")
-        assert answer(kept) == b""
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    with served(tmp_path_factory.mktemp("served"), 'log_format = "json"', header_s=0.1) as (_, url, logged):
+        assert any(json.loads(line)["message"].startswith(f"Serving length on {url}") for line in logged)
+        yield url.removeprefix("http://").split(":")
 
 
 def test_addresses_that_cannot_be_listened_at_are_said_in_a_sentence():

@@ -10,8 +10,6 @@ import pytest
 from services import Gate, eventually, fake, in_loop, queued, rewards, running, settings_of
 
 from vlmrm.conversation import Outcome
-from vlmrm.serving.backend import Job, Overloaded, QueueAway
-from vlmrm.serving.gateway import Gateway
 from vlmrm.serving.service import NotServing, Service
 from vlmrm.serving.worker_spec import revision_of
 
@@ -22,13 +20,6 @@ async def test_scores_come_in_request_order():
         answer = (await rewards(client, "aaa", "", "bb")).json()
     assert [one["score"] for one in answer["data"]] == [3, 0, 2]
     assert [one["index"] for one in answer["data"]] == [0, 1, 2]
-
-
-@in_loop
-async def test_large_requests_are_made_into_jobs_elsewhere_and_scored_alike():
-    async with running() as (_, client):
-        answer = await rewards(client, "x" * (2**20 + 1), "y")
-    assert [one["score"] for one in answer.json()["data"]] == [2**20 + 1, 1]
 
 
 @in_loop
@@ -51,19 +42,6 @@ async def test_requests_that_wait_are_scored_together_and_equal_ones_once(tmp_pa
         assert [(await one).json()["data"][0]["score"] for one in asking] == [5, 1, 2, 1, 3]
     [_, together] = log.read_text().splitlines()
     assert sorted(together.split("|")) == ["a", "bb", "ccc", "first"]
-
-
-@in_loop
-async def test_a_batch_has_no_more_than_its_budget(tmp_path):
-    log, gate = tmp_path / "batches", Gate(tmp_path)
-    async with running(fake(options={"log": str(log)}, batch_tokens=4)) as (service, client):
-        asking = [asyncio.create_task(rewards(client, gate.prompt))]
-        await gate.reached()
-        asking += [asyncio.create_task(rewards(client, str(number))) for number in range(8)]
-        await queued(service, 8)
-        gate.open()
-        await asyncio.gather(*asking)
-    assert [len(line.split("|")) for line in log.read_text().splitlines()] == [1, 4, 4]
 
 
 @in_loop
@@ -141,30 +119,18 @@ async def test_the_settings_of_a_reward_are_part_of_its_revision(tmp_path):
     assert len(set(said)) == 3
 
 
-def test_files_that_settings_name_are_part_of_the_revision_by_their_content(tmp_path):
-    def revisions(name: str, value: str) -> list[str]:
+@pytest.mark.parametrize("name", ["checkpoint_path", "template_file", "base_name_or_path", "rubric"])
+def test_files_that_settings_name_are_part_of_the_revision_by_their_content(tmp_path, name):
+    def revisions(setting: str) -> list[str]:
         said = []
         for content in ("one", "one", "other"):
             (tmp_path / "file").write_text(content)
-            said.append(revision_of("engine", {name: value}, "", {}))
+            said.append(revision_of("engine", {setting: str(tmp_path / "file")}, "", {}))
         return said
 
-    for name in ("checkpoint_path", "template_file", "base_name_or_path", "rubric"):
-        for path in (tmp_path, tmp_path / "file"):
-            first, same, other = revisions(name, str(path))
-            assert first == same != other, name
-    assert len(set(revisions("download_path", str(tmp_path)))) == len(set(revisions("question", str(tmp_path)))) == 1
-
-
-def test_a_repository_that_a_setting_names_is_part_of_the_revision_by_its_commit(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    commit = tmp_path / "models--one--base" / "refs" / "main"
-    commit.parent.mkdir(parents=True)
-    said = []
-    for text in ("a", "b"):
-        commit.write_text(text)
-        said.append(revision_of("engine", {"base_name_or_path": "one/base"}, "", {}))
-    assert said[0] != said[1]
+    first, same, other = revisions(name)
+    assert first == same != other
+    assert len(set(revisions("download_path"))) == 1
 
 
 @in_loop
@@ -227,20 +193,6 @@ async def test_a_reward_whose_configuration_cannot_work_is_not_loaded_again_and_
 
 
 @in_loop
-async def test_what_waits_for_a_reward_that_turns_out_never_to_load_is_failed(tmp_path):
-    gate = Gate(tmp_path)
-    options = {"prompt": gate.prompt}
-    async with running(fake("wrong", "fake_reward.Misconfigured", options=options)) as (service, client):
-        await gate.reached()
-        waiting = asyncio.create_task(rewards(client, "a"))
-        await queued(service, 1, "wrong")
-        gate.open()
-        failed = await waiting
-        assert failed.status_code == 500 and "device is cuda:9" in failed.json()["error"]["message"]
-        assert await service.backend.depth("wrong") == (0, 0)
-
-
-@in_loop
 async def test_a_number_that_is_none_beside_a_score_costs_neither_worker_nor_score():
     async with running(fake("extra", "fake_reward.Extra")) as (service, client):
         told = (await rewards(client, "nan", "a")).json()["data"]
@@ -270,33 +222,6 @@ async def test_a_full_queue_says_when_to_come_again(tmp_path):
 
 
 @in_loop
-async def test_those_that_wait_for_room_get_it_in_the_order_in_which_they_came(monkeypatch):
-    """And are made into jobs once, however often there is no room."""
-    made = []
-    monkeypatch.setattr("vlmrm.serving.service.Job", lambda *given, **more: made.append(1) or Job(*given, **more))
-    async with running(fake(batch_tokens=1), limits={"queue_items": 1}) as (service, _):
-        serving, ended = Gateway(service), []
-
-        async def score(size):
-            scored = await serving.score("length", [{"prompt": "x" * size}], patience=60)
-            assert scored.outcomes == [Outcome(size)]
-            ended.append(size)
-
-        await asyncio.gather(*map(score, range(1, 9)))
-    assert ended == sorted(ended)
-    assert len(made) == 8
-
-
-@in_loop
-async def test_who_waits_for_room_is_refused_once_patience_is_at_an_end():
-    async with running(workers=False, limits={"queue_items": 1}) as (service, _):
-        first = await service.submit("length", [{"prompt": "first"}])
-        with pytest.raises(Overloaded):
-            await Gateway(service).score("length", [{"prompt": "second"}], patience=0.01)
-        await service.backend.cancel(first)
-
-
-@in_loop
 async def test_over_max_requests_one_is_told_to_come_again(tmp_path):
     gate = Gate(tmp_path)
     async with running(limits={"max_requests": 2}) as (service, client):
@@ -314,31 +239,6 @@ async def test_over_max_requests_one_is_told_to_come_again(tmp_path):
 
 
 @in_loop
-async def test_what_workers_say_that_they_computed_is_counted():
-    async with running(fake("counted", "fake_reward.Counted")) as (_, client):
-        for prompts in (("a", "b"), ("c",), ("d",)):
-            await rewards(client, *prompts)
-        assert 'vlmrm_computed_total{reward="counted",what="items"} 4.0' in (await client.get("/metrics")).text
-
-
-@in_loop
-async def test_results_that_nobody_fetched_before_the_end_are_told_of(caplog):
-    async with running() as (service, _):
-        job_id = await service.submit("length", [{"prompt": "aaa"}])
-
-        async def finished() -> bool:  # looked at, and not fetched
-            return (await service.backend.status(job_id)).finished
-
-        await eventually(finished)
-        await service.drain(0.01, fetched=True)
-        assert "the results of 1 requests to length are lost" in caplog.text
-        caplog.clear()
-        await service.backend.wait(job_id, 1)
-        await service.drain(600, fetched=True)
-        assert "lost" not in caplog.text
-
-
-@in_loop
 async def test_a_request_that_no_queue_would_hold_is_not_told_to_come_again():
     async with running(limits={"queue_items": 2}) as (_, client):
         items = await rewards(client, "a", "b", "c")
@@ -349,70 +249,6 @@ async def test_a_request_that_no_queue_would_hold_is_not_told_to_come_again():
         assert answer.status_code == 413 and "retry-after" not in answer.headers
         assert "over what the queue can hold" in answer.json()["error"]["message"]
     assert flow_factory.status_code == 200 and "send fewer at a time" in flow_factory.json()["error"]
-
-
-@in_loop
-async def test_figures_that_are_asked_for_twice_at_once_are_whole(monkeypatch):
-    monkeypatch.setattr("vlmrm.serving.service.WATCHED_S", 600)  # nobody else asks for depths
-    async with running(fake("one"), fake("two")) as (service, client):
-        await asyncio.sleep(0.1)
-        depth, asked, second, answered = service.backend.depth, [], asyncio.Event(), asyncio.Event()
-
-        async def gated(name: str) -> tuple[int, int]:
-            asked.append(name)
-            if asked.count("one") == 2:  # the second request has begun, and goes on when the first is answered
-                second.set()
-                await answered.wait()
-            elif name == "two":
-                await second.wait()
-            return await depth(name)
-
-        monkeypatch.setattr(service.backend, "depth", gated)
-        first = asyncio.create_task(client.get("/metrics"))
-        await eventually(lambda: "two" in asked)
-        other = asyncio.create_task(client.get("/metrics"))
-        texts = [(await first).text]
-        answered.set()
-        texts.append((await other).text)
-    assert all(f'vlmrm_queue_jobs{{reward="{name}"}} 0.0' in text for name in ("one", "two") for text in texts)
-
-
-@in_loop
-async def test_a_result_that_has_gone_before_it_was_read_is_no_timeout(monkeypatch):
-    async with running() as (service, client):
-
-        async def gone(*_) -> None:
-            return None
-
-        monkeypatch.setattr(service.backend, "wait", gone)
-        answer = await rewards(client, "a")
-    assert answer.status_code == 504 and "keeps no result of this any more: ask again" in answer.text
-
-
-@in_loop
-async def test_who_serves_need_not_be_known_for_a_request_to_be_accepted(monkeypatch):
-    async with running(workers=False) as (service, _):
-
-        async def away() -> None:
-            raise QueueAway("Redis is away.")
-
-        monkeypatch.setattr(service.registry, "refresh", away)
-        assert await service.backend.cancel(await service.submit("length", [{"prompt": "a"}]))
-
-
-@in_loop
-async def test_higher_priorities_go_first(tmp_path):
-    log, gate = tmp_path / "batches", Gate(tmp_path)
-    async with running(fake(options={"log": str(log)}, batch_tokens=1)) as (service, client):
-        asking = [asyncio.create_task(rewards(client, gate.prompt))]
-        await gate.reached()
-        asking.append(asyncio.create_task(rewards(client, "low")))
-        await queued(service, 1)
-        asking.append(asyncio.create_task(rewards(client, "high", priority=5)))
-        await queued(service, 2)
-        gate.open()
-        await asyncio.gather(*asking)
-    assert log.read_text().splitlines() == [gate.prompt, "high", "low"]
 
 
 @in_loop
@@ -447,13 +283,3 @@ async def test_rewards_have_their_own_workers_and_environments():
         assert unknown.json()["error"]["message"] == "there is no reward three: choose from one, two."
         assert (await rewards(client, "a")).status_code == 404
         assert len(service.replicas["one"]) == 2
-
-
-@pytest.mark.parametrize("size", [0, 1, 70_000])
-def test_messages_with_bytes_survive_the_channel(size):
-    from vlmrm.serving.worker.channel import pack, unpack
-
-    message = {"a": [1, None, "ü", {"b": os.urandom(size)}], "c": b"", "d": 0.1}
-    assert unpack(pack(message)) == message
-    with pytest.raises(ValueError, match="cut off"):
-        unpack(pack(message)[:-1] if size else pack(message)[:5])

@@ -31,21 +31,15 @@ def written(tmp_path):
         (f"{REWARD}modelpath = 'x'", "unknown key reward_args.0.modelpath (did you mean model_path?)."),
         (f"{REWARD}[limits]\nmax_itens = 1", "unknown key limits.max_itens (did you mean max_items?)."),
         (f"{REWARD}[decode_args]\nmodelpath = 'x'", "unknown key decode_args.modelpath (did you mean model_path?)."),
-        (f"{REWARD}[limits.queue]\nitems = 1", "unknown key limits.queue"),
-        (f"zzz = 1\n{REWARD}", "unknown key zzz."),
         ("[[reward_args]]\nname = 'x'", "reward_args.0.reward_type is missing."),
         (f"{REWARD}{REWARD}", "2 rewards are called vlm_reward: give each a name of its own."),
         ("port = 1", "no reward is enabled: give at least one [[reward_args]]."),
         (f"token = ['secret']\n{REWARD}", "token: "),
         (f"host = '0.0.0.0'\n{REWARD}", "without a token: set VLMRM_TOKEN."),
         (f"{REWARD}dtype = 'half'", "reward_args.0: dtype is 'half': choose from auto, bfloat16"),
-        (f"{REWARD}[decode_args]\nmodel_path = 'x'\ndtype = 'half'", "decode_args.dtype: dtype is 'half': choose"),
         (f"token = 'secret€'\n{REWARD}", "token: no header carries it"),
-        (f"token = 'secret '\n{REWARD}", "token: no header carries it"),
-        (f"{REWARD}token = ' secret'", "reward_args.0.token: no header carries it"),
         (f'{REWARD}token = "secret\\u0007"', "reward_args.0.token: no header carries it"),
         *((f"{REWARD}[limits]\n{name} = -1", f"limits.{name}: ") for name in Limits.model_fields),
-        (f"{REWARD}[limits]\nresult_ttl = inf", "limits.result_ttl: "),
         (f"redis_port = -1\n{REWARD}", "redis_port: "),
     ],
 )
@@ -72,11 +66,6 @@ def test_what_is_given_beats_the_file_before_it_is_judged(written, tmp_path):
 def test_a_type_has_the_same_names_for_every_reward(written, reward):
     [settings] = load_settings(written(f"[[reward_args]]\nreward_type = '{reward}'\ndtype = 'bf16'"), {}).reward_args
     assert worker_spec(settings, "cpu", silence=1.0).options["dtype"] == "bfloat16"
-
-
-def test_a_type_of_ones_own_engine_is_its_own(written):
-    [settings] = load_settings(written(f"{REWARD}engine = 'mine.Reward'\ndtype = 'nf4'"), {}).reward_args
-    assert settings.dtype == "nf4"
 
 
 def test_every_key_is_documented():

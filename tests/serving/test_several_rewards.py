@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+from sent_media import png
 from services import fake, in_loop, rewards, running
-from test_fetch import png
 
 
 @in_loop
 async def test_the_failure_of_one_reward_is_not_that_of_the_others():
-    given = fake("one", "fake_reward.Characters"), fake("two"), fake("raises", "fake_reward.Leaky", options=LEAKY)
+    given = fake("one", "fake_reward.Characters"), fake("raises", "fake_reward.Leaky", options=LEAKY)
     async with running(*given) as (_, client):
         answer = await rewards(client, "raise", "aaa", models=["one", "raises"])
         alone = (await rewards(client, "raise", "aaa", model="one")).json()
-        one = answer.json()["rewards"]["one"]
-        assert (answer.status_code, list(answer.json()["errors"])) == (200, ["raises"])
-        assert {**one, "timing_ms": {}} == {**alone, "timing_ms": {}}
-        assert answer.json()["errors"]["raises"]["type"] == "RewardFailed"
-        assert "/" not in answer.json()["errors"]["raises"]["message"]
-        both = (await rewards(client, "aa", "b", models=["two", "one"], transform="rank")).json()
-        assert [[it["raw"] for it in both["rewards"][name]["data"]] for name in ("two", "one")] == [[2, 1], [0.2, 0.1]]
-        assert both["errors"] == {}
         all_failed = await rewards(client, "raise", models=["raises"])
-        assert all_failed.status_code == 500
+    found = answer.json()
+    assert (answer.status_code, all_failed.status_code, list(found["errors"])) == (200, 500, ["raises"])
+    assert {**found["rewards"]["one"], "timing_ms": {}} == {**alone, "timing_ms": {}}
+    assert found["errors"]["raises"]["type"] == "RewardFailed" and "/" not in found["errors"]["raises"]["message"]
+
+
+@in_loop
+async def test_several_rewards_are_scored_and_transformed_each_alone():
+    async with running(fake("one", "fake_reward.Characters"), fake("two")) as (_, client):
+        both = (await rewards(client, "aa", "b", models=["two", "one"], transform="rank")).json()
         for models, status in ((["one", "none"], 404), (["one", "one"], 422), ([], 422)):
             assert (await rewards(client, "a", models=models)).status_code == status, models
         assert (await rewards(client, "a", models=["one"], model="two")).status_code == 422
+    assert [[it["raw"] for it in both["rewards"][name]["data"]] for name in ("two", "one")] == [[2, 1], [0.2, 0.1]]
+    assert both["errors"] == {}
 
 
 LEAKY = {"api_key": "s3cret", "folder": "/srv/weights"}

@@ -8,9 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from json import dumps, loads
 
 import pytest
+from sent_media import data_uri, png
 from services import eventually, fake, in_loop, running, served
-from test_fetch import png
-from test_request_media import data_uri
 
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.scoring.transforms import sigmoid

@@ -8,7 +8,6 @@ import shutil
 import signal
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -69,35 +68,17 @@ def score_of(answer) -> float:
 async def test_a_model_is_changed_and_rolled_back_and_answers_say_which_computed_them(tmp_path):
     async with serving(tmp_path) as (_, client):
         before = await ask(client)
-        changed = await put(client, model(tmp_path / "models", "two", 2.0))
-        assert changed.status_code == 200, changed.text
-        state = changed.json()
-        assert state["model"].endswith("two") and state["previous"].endswith("one") and not state["changing"]
+        state = (await put(client, model(tmp_path / "models", "two", 2.0))).json()
         after = await ask(client)
-        assert (score_of(before), score_of(after)) == (
-            1,
-            2,
-        )  # the same request: no result of the other model is reused
-        for answer in (before, after):
-            assert answer.headers["x-vlmrm-revision"] == answer.json()["revision"]
-        assert [after.json()["revision"]] == state["revisions"] != [before.json()["revision"]]
+        back = (await client.post("/v1/rewards/weights/rollback", headers=ADMIN)).json()
+        last = await ask(client)
+        shown = (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json()
 
-        back = await client.post("/v1/rewards/weights/rollback", headers=ADMIN)
-        assert back.json()["revisions"] == [before.json()["revision"]]
-        assert score_of(await ask(client)) == 1
-        assert (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json() == back.json()
-        again = await client.post("/v1/rewards/weights/rollback", headers=ADMIN)
-        assert again.json()["revisions"] == state["revisions"] and score_of(await ask(client)) == 2
-
-
-@in_loop
-async def test_a_change_that_is_asked_twice_leaves_the_model_before_it_to_roll_back_to(tmp_path):
-    async with serving(tmp_path) as (_, client):
-        two = model(tmp_path / "models", "two", 2.0)
-        for _ in range(2):
-            assert (await put(client, two)).json()["previous"].endswith("one")
-        back = await client.post("/v1/rewards/weights/rollback", headers=ADMIN)
-        assert back.json()["model"].endswith("one") and score_of(await ask(client)) == 1
+    assert [score_of(answer) for answer in (before, after, last)] == [1, 2, 1]  # no result of the other is reused
+    assert state["model"].endswith("two") and state["previous"].endswith("one") and not state["changing"]
+    assert [after.json()["revision"]] == state["revisions"] != [before.json()["revision"]] == back["revisions"]
+    assert after.headers["x-vlmrm-revision"] == after.json()["revision"]
+    assert shown == back
 
 
 @in_loop
@@ -110,9 +91,14 @@ async def test_a_model_that_cannot_be_loaded_leaves_the_old_one(tmp_path):
         assert score_of(await ask(client)) == 1
         state = (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json()
         assert state["previous"] is None and state["model"].endswith("one") and not state["changing"]
-        wrong = ({"shadows": 1}, {"beside": False}, {"model": 3}, {"model": ""}, {"max_difference": 0.5})
-        for body in wrong:
-            assert (await put(client, **{"model": broken, **body})).status_code == 422
+
+
+@pytest.mark.parametrize("body", [{"model": "x", "shadows": 1}, {"model": 3}, {"model": ""}, {}])
+@in_loop
+async def test_a_change_that_says_something_else_is_refused(tmp_path, body):
+    async with serving(tmp_path, workers=False) as (_, client):
+        answer = await client.put("/v1/rewards/weights/model", json=body, headers=ADMIN)
+        assert answer.status_code == 422
 
 
 @in_loop
@@ -148,17 +134,6 @@ async def test_a_worker_that_dies_during_a_change_costs_nothing_but_the_change(t
 
 
 @in_loop
-async def test_the_same_folder_is_loaded_again_with_what_it_holds_now(tmp_path):
-    async with serving(tmp_path) as (service, client):
-        one = service.rewards["weights"].model_path
-        assert score_of(await ask(client)) == 1
-        Path(one, "model.safetensors").write_text("4.0")
-        assert score_of(await ask(client)) == 1  # until it is asked for
-        assert (await put(client, one)).status_code == 200
-        assert score_of(await ask(client)) == 4
-
-
-@in_loop
 async def test_a_rollback_to_files_that_have_changed_is_refused(tmp_path):
     async with serving(tmp_path) as (_, client):
         changed = await put(client, model(tmp_path / "models", "two", 2.0))
@@ -167,17 +142,6 @@ async def test_a_rollback_to_files_that_have_changed_is_refused(tmp_path):
         assert refused.status_code == 409 and "have changed" in refused.text
         answer = await ask(client)
         assert score_of(answer) == 2 and [answer.json()["revision"]] == changed.json()["revisions"]
-
-
-@in_loop
-async def test_a_rollback_is_to_the_model_whatever_decodes_latents(tmp_path):
-    async with serving(tmp_path) as (service, client):
-        [replica] = service.replicas["weights"]
-        replica.decoder = SimpleNamespace(replica=SimpleNamespace(revision="of the decoder"))
-        before = service.health("weights").revisions
-        assert (await put(client, model(tmp_path / "models", "two", 2.0))).status_code == 200
-        back = await client.post("/v1/rewards/weights/rollback", headers=ADMIN)
-        assert back.status_code == 200 and back.json()["revisions"] == before
 
 
 @in_loop
@@ -193,79 +157,50 @@ async def test_a_model_takes_the_place_of_one_that_cannot_be_loaded(tmp_path):
         assert score_of(await ask(client)) == 2 and (await client.get("/ready")).status_code == 200
 
 
+@pytest.mark.parametrize("token", ["users", "nobody", ""])
 @in_loop
-async def test_who_may_change_a_model_and_to_which(tmp_path):
+async def test_an_operator_alone_may_change_a_model(tmp_path, token):
+    async with serving(tmp_path, token="users", workers=False) as (_, client):
+        for method, path in (("PUT", "model"), ("GET", "model"), ("POST", "sleep"), ("POST", "rollback")):
+            sent = {"headers": {"Authorization": f"Bearer {token}"}, "json": {"model": "x"}}
+            assert (await client.request(method, f"/v1/rewards/weights/{path}", **sent)).status_code == 401
+        assert (await ask(client, headers=ADMIN)).status_code == 401  # it opens nothing else
+
+
+@in_loop
+async def test_without_a_token_of_operators_nobody_may(tmp_path):
+    async with running(workers=False) as (_, client):
+        answer = await client.put("/v1/rewards/length/model", json={"model": "x"})
+    assert answer.status_code == 403 and "VLMRM_ADMIN_TOKEN" in answer.text
+
+
+@in_loop
+async def test_a_model_may_be_one_of_the_allowed_folders_alone(tmp_path):
     outside = model(tmp_path, "outside", 3.0)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "link").symlink_to(outside)
-    async with serving(tmp_path, token="users") as (_, client):
-        for token in ("users", "nobody", ""):
-            headers = {"Authorization": f"Bearer {token}"}
-            for method, path in (("PUT", "model"), ("GET", "model"), ("POST", "sleep"), ("POST", "rollback")):
-                answer = await client.request(
-                    method, f"/v1/rewards/weights/{path}", headers=headers, json={"model": "x"}
-                )
-                assert answer.status_code == 401
-        assert (await ask(client, headers=ADMIN)).status_code == 401  # it opens nothing else
-        for path in (
-            outside,
-            str(tmp_path / "models" / "link"),
-            str(tmp_path / "models" / ".." / "outside"),
-            "other/x",
-        ):
+    async with serving(tmp_path) as (_, client):
+        for path in (outside, f"{tmp_path}/models/link", f"{tmp_path}/models/../outside", "other/x", "org/../outside"):
             refused = await put(client, path)
             assert refused.status_code == 409 and "model_roots" in refused.text and str(tmp_path) not in refused.text
         assert (await client.post("/v1/rewards/weights/rollback", headers=ADMIN)).status_code == 409
         assert (await client.put("/v1/rewards/none/model", json={"model": "x"}, headers=ADMIN)).status_code == 404
-    async with running() as (_, client):
-        answer = await client.put("/v1/rewards/length/model", json={"model": "x"})
-        assert answer.status_code == 403 and "VLMRM_ADMIN_TOKEN" in answer.text
-
-
-@in_loop
-async def test_a_process_without_workers_changes_nothing(tmp_path):
-    async with serving(tmp_path, workers=False) as (_, client):
-        two = model(tmp_path / "models", "two", 2.0)
-        for refused in (await put(client, two), await client.post("/v1/rewards/weights/sleep", headers=ADMIN)):
-            assert refused.status_code == 409 and "no workers in this process: ask one that has" in refused.text
-        state = (await client.get("/v1/rewards/weights/model", headers=ADMIN)).json()
-        assert state["model"].endswith("one") and state["revisions"] == []
-
-
-@in_loop
-async def test_a_pattern_of_repositories_opens_no_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    model(tmp_path / "lab", "here", 2.0)
-    model(tmp_path, "outside", 3.0)
-    reward = fake("weights", "fake_reward.Weights", model_path=model(tmp_path, "one", 1.0))
-    async with running(reward, admin_token="operator", model_roots=["lab/*"]) as (_, client):
-        for name in ("lab/here", "lab/../outside", "lab/here/../../outside"):
-            refused = await put(client, name)
-            assert refused.status_code == 409 and "model_roots" in refused.text
-        absent = await put(client, "lab/absent")  # is allowed, and cannot be had here
-        assert absent.status_code == 409 and "model_roots" not in absent.text
 
 
 @in_loop
 async def test_a_demanded_revision_is_the_one_that_computes_or_nothing_does(tmp_path):
     gate = Gate(tmp_path)
-    async with serving(tmp_path) as (service, client):
+    async with serving(tmp_path) as (_, client):
         first = (await ask(client)).json()["revision"]
         demand = {"X-Vlmrm-Revision": first}
         assert score_of(await ask(client, "b", demand)) == 1
         assert (await ask(client, "b", {"X-Vlmrm-Revision": "abc"})).status_code == 400
-        wrong = await ask(client, "b", {"X-Vlmrm-Revision": "0" * DIGITS})
-        assert wrong.status_code == 409 and first in wrong.text
+        assert (await ask(client, "b", {"X-Vlmrm-Revision": "0" * DIGITS})).status_code == 409
 
-        held = asyncio.create_task(ask(client, gate.prompt))
-        await gate.reached()
-        change = asyncio.create_task(put(client, model(tmp_path / "models", "two", 2.0)))
-        waiting = [asyncio.create_task(ask(client, "c", headers)) for headers in (demand, {})]
-        await queued(service, 2, "weights")  # equal, and yet two jobs: only one of them may be of the other revision
-        await eventually(lambda: service.replicas["weights"][0]._turns)
+        _, change = await loading(tmp_path, client, gate)
         gate.open()
-        late, free = await asyncio.gather(*waiting)
-        assert score_of(await held) == 1 and (await change).status_code == 200
+        assert (await change).status_code == 200
+        late, free = await ask(client, "c", demand), await ask(client, "c")
         assert late.status_code == 409 and late.json()["error"]["type"] == "NotServed"
         assert score_of(free) == 2
 
@@ -321,51 +256,12 @@ async def test_a_reward_without_a_method_for_it_sleeps_by_its_end(tmp_path):
 async def test_another_model_is_put_in_the_place_of_one_that_sleeps(tmp_path):
     async with serving(tmp_path) as (service, client):
         await client.post("/v1/rewards/weights/sleep", headers=ADMIN)
-        broken = model(tmp_path / "models", "broken", 0.0)
-        Path(broken, "model.safetensors").write_text("no number")
-        assert (await put(client, broken)).status_code == 409
         state = (await put(client, model(tmp_path / "models", "two", 2.0))).json()
         assert state["asleep"] and state["model"].endswith("two")
         asked = asyncio.create_task(ask(client))
         await queued(service, 1, "weights")
         await client.post("/v1/rewards/weights/wake", headers=ADMIN)
         assert score_of(await asked) == 2
-
-
-@in_loop
-async def test_a_worker_that_dies_in_its_sleep_takes_no_memory_until_it_is_woken(tmp_path):
-    async with serving(tmp_path) as (service, client):
-        [replica] = service.replicas["weights"]
-        await client.post("/v1/rewards/weights/sleep", headers=ADMIN)
-        worker = replica.process_id
-        os.kill(worker, signal.SIGKILL)
-        await eventually(lambda: replica.restarts)
-        asked = asyncio.create_task(ask(client))
-        await queued(service, 1, "weights")
-        assert replica.process_id == worker and not replica.ready and replica.asleep
-        assert (await client.post("/v1/rewards/weights/wake", headers=ADMIN)).status_code == 200
-        assert score_of(await asked) == 1
-
-
-@in_loop
-async def test_a_change_that_is_under_way_when_the_service_stops_leaves_no_worker(tmp_path):
-    gate = Gate(tmp_path)
-    async with serving(tmp_path) as (_, client):
-        _, change = await loading(tmp_path, client, gate)
-    assert not Path(f"/proc/{gate.worker}").exists()
-    change.cancel()
-
-
-@in_loop
-async def test_what_runs_when_a_reward_shall_sleep_is_finished_first(tmp_path):
-    gate = Gate(tmp_path)
-    async with serving(tmp_path) as (service, client):
-        running_job = asyncio.create_task(ask(client, gate.prompt))
-        await gate.reached()
-        sleep = asyncio.create_task(client.post("/v1/rewards/weights/sleep", headers=ADMIN))
-        await eventually(lambda: service.replicas["weights"][0]._turns)
-        gate.open()
-        assert score_of(await running_job) == 1 and (await sleep).json()["asleep"]
 
 
 @in_loop

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import signal
 import uuid
@@ -11,30 +10,17 @@ import uuid
 import httpx2 as httpx
 import numpy as np
 import pytest
-import safetensors.numpy
+import torch
 from cosmos_client import CosmosClient
 from hosts import hosts, until
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from safetensors.torch import save
+from sent_media import npy
 from services import Gate, eventually, fake, in_loop, running
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import MediaError
 from vlmrm.serving.protocols.cosmos import cosmos_scores, read_media
 from vlmrm.serving.settings import Limits, RewardSettings
-
-
-def npy(array):
-    file = io.BytesIO()
-    np.save(file, array)
-    return file.getvalue()
-
-
-def npy_of_shape(shape, data):
-    """An array whose header says its shape in these words."""
-    header = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}}}\n".encode()
-    return np.lib.format.magic(1, 0) + len(header).to_bytes(2, "little") + header + data
-
 
 PROMPTS = ["a", "bbb"]
 NOISE = np.random.default_rng(0)
@@ -61,9 +47,8 @@ async def test_the_trainer_gets_its_rewards_in_the_order_of_its_samples():
     async with running() as (_, http):
         client = CosmosClient(http)
         ticket = await client.enqueue(IMAGES, **LENGTH)
-        assert (await client.fetch(ticket, "length", "length")).tolist() == [1, 3]
         assert (await client.fetch(ticket, "length", "length+length")).tolist() == [2, 6]
-    assert client.statuses == [200, 200, 200]  # waited for, not polled for
+    assert client.statuses == [200, 200]  # waited for, not polled for
 
 
 @in_loop
@@ -85,17 +70,12 @@ async def test_a_result_has_the_documented_form_and_stays():
         ticket = (await enqueued(client)).json()["uuid"]
         first, again = (await pulled(client, ticket)).json(), (await pulled(client, ticket)).json()
         by_json = await client.post("/api/reward/pull", json={"uuid": ticket})
-    assert str(uuid.UUID(ticket)) == ticket
     assert first == again == by_json.json()
     assert float(first.pop("duration")) >= 0
+    least, most = f"{IMAGES.min():.3f}", f"{IMAGES.max():.3f}"
     assert first == {
         "scores": {"length": [1.0, 3.0]},
-        "input_info": {
-            "shape": [2, 5, 4, 3],
-            "dtype": "torch.uint8",
-            "min": f"{IMAGES.min():.3f}",
-            "max": f"{IMAGES.max():.3f}",
-        },
+        "input_info": {"shape": [2, 5, 4, 3], "dtype": "torch.uint8", "min": least, "max": most},
         "decoded_duration": "0.00",
         "type": "length",
     }
@@ -103,19 +83,13 @@ async def test_a_result_has_the_documented_form_and_stays():
 
 @in_loop
 async def test_one_request_has_several_rewards_whatever_they_weigh():
-    rewards = [fake("length"), fake("frames", "fake_reward.Frames")]
-    async with running(*rewards) as (_, client):
-        metadata = {
-            "prompts": PROMPTS,
-            "reward_fn": {"length": 0, "frames": -2.5},
-            "media_type": "Video",
-            "video_infos": [{"video_fps": 16.0}, {"fps": 8}],
-        }
+    film = {"media_type": "Video", "video_infos": [{"video_fps": 16.0}, {"fps": 8}]}
+    metadata = {"prompts": PROMPTS, "reward_fn": {"length": 0, "frames": -2.5}, **film}
+    async with running(fake("length"), fake("frames", "fake_reward.Frames")) as (_, client):
         ticket = (await enqueued(client, metadata, npy(VIDEOS))).json()["uuid"]
-        length, frames = [await pulled(client, ticket, name) for name in ("length", "frames")]
-    assert length.json()["scores"] == {"length": [1, 3]}
-    assert frames.json()["scores"] == {"frames": [6, 6]}
-    assert frames.json()["input_info"]["video_infos"] == [{"video_fps": 16.0}, {"fps": 8, "video_fps": 8.0}]
+        length, frames = [(await pulled(client, ticket, name)).json() for name in ("length", "frames")]
+    assert length["scores"] == {"length": [1, 3]} and frames["scores"] == {"frames": [6, 6]}
+    assert frames["input_info"]["video_infos"] == [{"video_fps": 16.0}, {"fps": 8, "video_fps": 8.0}]
 
 
 @in_loop
@@ -152,50 +126,26 @@ async def test_a_newer_client_can_tell_what_is_queued_running_and_unknown(tmp_pa
 @pytest.mark.parametrize(
     ("change", "data", "status", "reason"),
     [
-        ({"reward_fn": {"lenght": 1}}, npy(IMAGES), 404, "there is no reward lenght"),
-        ({"reward_fn": {"length": "1"}}, npy(IMAGES), 400, "reward_fn.length"),
-        ({"reward_fn": {}}, npy(IMAGES), 400, "reward_fn"),
-        ({"prompts": ["a"]}, npy(IMAGES), 400, "there are 1 prompts but 2 samples"),
-        ({"media_type": "audio"}, npy(IMAGES), 400, "media_type"),
+        ({"reward_fn": {"lenght": 1}}, SENT, 404, "there is no reward lenght"),
+        ({"reward_fn": {"length": "1"}}, SENT, 400, "reward_fn.length"),
+        ({"prompts": ["a"]}, SENT, 400, "there are 1 prompts but 2 samples"),
         ({"media_type": "video"}, npy(VIDEOS), 400, "video_infos is missing"),
-        (
-            {"media_type": "video", "video_infos": [{"video_fps": 1}]},
-            npy(VIDEOS),
-            400,
-            "2 prompts but 1 of video_infos",
-        ),
         ({"media_type": "video", "video_infos": [{}, {}]}, npy(VIDEOS), 400, "video_fps is missing or wrong"),
-        (
-            {"media_type": "video", "video_infos": [{"fps": 10**400}, {"fps": 1}]},
-            npy(VIDEOS),
-            400,
-            "video_fps is missing or",
-        ),
-        ({"geneval_tags": ["colors", "colors"]}, npy(IMAGES), 400, "go together"),
-        (
-            {"geneval_tags": ["a" * 9000, "b"], "geneval_includes": [[], []]},
-            npy(IMAGES),
-            400,
-            "over 4096 for each sample",
-        ),
+        ({"geneval_tags": ["colors", "colors"]}, SENT, 400, "go together"),
+        ({"geneval_tags": ["a" * 9000, "b"], "geneval_includes": [[], []]}, SENT, 400, "over 4096 for each sample"),
         ({}, npy(VIDEOS), 400, "images are uint8 [2, 3, 6, 5, 4]"),
         ({}, npy(IMAGES / 255), 400, "images are float64"),
-        ({}, b"PK\x03\x04" + bytes(30), 400, "as torch.save writes it, which is a pickle and refused"),
+        ({}, b"PK\x03\x04" + bytes(30), 400, "which is a pickle and refused"),
         ({}, b"", 400, "what follows the JSON is no tensor"),
-        ({}, npy_of_shape("(True, True, True, 3)", bytes(3)), 400, "an array is not a .npy file"),
         ({"media_type": "latent", "video_infos": [{"fps": 1}] * 2}, npy(VIDEOS), 400, "has no decoder of latents"),
     ],
 )
-def test_what_cannot_be_right_is_not_accepted(change, data, status, reason):
-    @in_loop
-    async def ask():
-        async with running() as (service, client):
-            answer = await enqueued(client, {**LENGTH, **change}, data)
-            assert await service.backend.depth("length") == (0, 0)
-        assert answer.status_code == status
-        assert reason in answer.json()["error"]["message"]
-
-    ask()
+@in_loop
+async def test_what_cannot_be_right_is_not_accepted(change, data, status, reason):
+    async with running() as (service, client):
+        answer = await enqueued(client, {**LENGTH, **change}, data)
+        assert await service.backend.depth("length") == (0, 0)
+    assert answer.status_code == status and reason in answer.json()["error"]["message"]
 
 
 @in_loop
@@ -203,11 +153,8 @@ async def test_a_body_that_is_not_framed_and_a_pull_without_a_uuid_are_refused()
     async with running() as (_, client):
         framed = await client.post("/api/reward/enqueue", content=b"{}")
         bare = await client.post("/api/reward/pull", data={"type": "length"})
-        head = json.dumps({**LENGTH, "seed": 1}).replace("1}", "1e999}").encode()
-        huge = await client.post("/api/reward/enqueue", content=head + b"\n" + SENT)
+    assert (framed.status_code, bare.status_code) == (400, 400)
     assert "no line end after its JSON" in framed.json()["error"]["message"]
-    assert (framed.status_code, bare.status_code, huge.status_code) == (400, 400, 400)
-    assert "a number that is too large" in huge.json()["error"]["message"]
 
 
 @in_loop
@@ -223,33 +170,13 @@ async def test_where_a_queue_is_full_none_of_a_requests_rewards_is_accepted():
 @in_loop
 async def test_a_reward_needs_what_its_worker_says_it_needs():
     geneval = fake("gen_eval", options={"info": {"required": ["prompt", "image", "metadata"]}})
+    dog = {"prompt": "a dog", "tag": "single_object", "include": [{"class": "dog", "count": 1}], "media_type": "image"}
     async with running(geneval) as (service, client):
         await eventually(lambda: service.health("gen_eval").ready)
         refused = await enqueued(client, {**LENGTH, "reward_fn": {"gen_eval": 1}})
-        alone = {
-            "prompt": "a dog",
-            "tag": "single_object",
-            "include": [{"class": "dog", "count": 1}],
-            "reward_fn": {"gen_eval": 1},
-            "media_type": "image",
-        }
-        accepted = await enqueued(client, alone, npy(IMAGES[:1]))
-    assert refused.status_code == 400
+        accepted = await enqueued(client, {**dog, "reward_fn": {"gen_eval": 1}}, npy(IMAGES[:1]))
+    assert (refused.status_code, accepted.status_code) == (400, 200)
     assert "needs geneval_tags and geneval_includes" in refused.json()["error"]["message"]
-    assert accepted.status_code == 200
-
-
-@in_loop
-async def test_a_reward_that_scores_videos_on_another_scale_is_not_asked_about_them():
-    async with running(fake("unified_reward")) as (_, client):
-        metadata = {
-            "prompts": PROMPTS,
-            "reward_fn": {"unified_reward": 1},
-            "media_type": "video",
-            "video_infos": [{"fps": 1}] * 2,
-        }
-        refused = await enqueued(client, metadata, npy(VIDEOS))
-    assert refused.status_code == 400 and "another scale" in refused.json()["error"]["message"]
 
 
 @in_loop
@@ -267,18 +194,13 @@ async def test_ping_answers_whatever_it_is_sent_and_replicas_are_named(monkeypat
 
 @in_loop
 async def test_each_reward_is_opened_by_its_own_token():
+    one, two = ({"headers": {"Authorization": f"Bearer secret-{number}"}} for number in (1, 2))
     async with running(fake("one", token="secret-1"), fake("two", token="secret-2"), token="all") as (_, client):
-        metadata = {**LENGTH, "reward_fn": {"one": 1}}
-        mine = {"Authorization": "Bearer secret-1"}
-        assert (await enqueued(client, metadata)).status_code == 401
-        assert (await enqueued(client, metadata, headers={"Authorization": "Bearer secret-2"})).status_code == 401
-        accepted = await enqueued(client, metadata, headers=mine)
-        assert accepted.status_code == 200
-        asked = {"uuid": accepted.json()["uuid"], "type": "one"}
-        other = {"Authorization": "Bearer secret-2"}
-        assert (await client.post("/api/reward/pull", json=asked, headers=other)).status_code == 401
-        assert (await client.post("/api/reward/pull", json={"uuid": asked["uuid"]}, headers=other)).status_code == 401
-        assert (await client.post("/api/reward/pull", json=asked, headers=mine)).status_code == 200
+        answers = [await enqueued(client, {**LENGTH, "reward_fn": {"one": 1}}, **given) for given in ({}, two, one)]
+        assert [answer.status_code for answer in answers] == [401, 401, 200]
+        asked = {"uuid": answers[-1].json()["uuid"]}
+        assert (await client.post("/api/reward/pull", json=asked, **two)).status_code == 401
+        assert (await client.post("/api/reward/pull", json=asked, **one)).status_code == 200
 
 
 def told(score, **extra):
@@ -291,24 +213,16 @@ CAT = {"class": "cat", "count": 1, "position": ["left of", 0]}
 OTHERS = {task: [-10.0, -10.0] for task in ("single_object", "two_object", "counting", "position", "color_attr")}
 
 
+REASON = [told(0.9, logits={"yes": 1.0, "no": 2.0}), told(0.2, logits={"yes": 2.0, "no": 1.0})]
+REASONED = {"prediction": ["Good", "Bad"], "no_score": [0.9, 0.2], "yes_logit": [1.0, 2.0], "no_logit": [2.0, 1.0]}
+ALIGNED = {"vq_reward": [1.0], "mq_reward": [-3.0], "ta_reward": [1.0], "overall_reward": [-1.0]}
+
+
 @pytest.mark.parametrize(
     ("kind", "outcomes", "expected"),
     [
-        (
-            "cosmos_reason1",
-            [told(0.9, logits={"yes": 1.0, "no": 2.0}), told(0.2, logits={"yes": 2.0, "no": 1.0})],
-            {
-                "prediction": ["Good", "Bad"],
-                "no_score": [0.9, 0.2],
-                "yes_logit": [1.0, 2.0],
-                "no_logit": [2.0, 1.0],
-            },
-        ),
-        (
-            "dance_grpo",
-            [VIDEO_ALIGN],
-            {"vq_reward": [1.0], "mq_reward": [-3.0], "ta_reward": [1.0], "overall_reward": [-1.0]},
-        ),
+        ("cosmos_reason1", REASON, REASONED),
+        ("dance_grpo", [VIDEO_ALIGN], ALIGNED),
         ("hpsv2", [Outcome(0.25)], {"hpsv2": [0.25]}),
         ("hpsv3", [told(7.5, log_sigma=0.1)], {"hpsv3": [7.5]}),
         ("pickscore", [Outcome(0.9)], {"pickscore": [0.9]}),
@@ -346,40 +260,33 @@ def test_geneval_has_three_verdicts_and_one_for_its_task(found, conditions, grad
     assert (strict["gen_eval_reward"], strict["gen_eval_strict"]) == ([0, 0], [exact] * 2)
 
 
-def test_pictures_come_out_as_they_went_in():
-    last = read_media(npy(IMAGES), "image", Limits())
-    first = read_media(npy(IMAGES.transpose(0, 3, 1, 2)), "image", Limits())
-    for number in range(2):
-        np.testing.assert_array_equal(last.samples[number], IMAGES[number].transpose(2, 0, 1))
-        np.testing.assert_array_equal(first.samples[number], last.samples[number])
-    videos = read_media(npy(VIDEOS), "video", Limits())
-    np.testing.assert_array_equal(videos.samples[1][4], VIDEOS[1, :, 4])
-    by_columns = read_media(npy(np.asfortranarray(IMAGES)), "image", Limits())
-    np.testing.assert_array_equal(by_columns.samples[1], last.samples[1])
+@pytest.mark.parametrize("sent", [IMAGES, IMAGES.transpose(0, 3, 1, 2), np.asfortranarray(IMAGES)])
+def test_pictures_come_out_as_they_went_in(sent):
+    media = read_media(npy(sent), "image", Limits())
+    np.testing.assert_array_equal(np.stack(media.samples), IMAGES.transpose(0, 3, 1, 2))
 
 
-def test_latents_are_read_from_every_form_and_described_as_bfloat16():
-    import torch
-    from safetensors.torch import save
+def test_videos_come_out_as_they_went_in():
+    media = read_media(npy(VIDEOS), "video", Limits())
+    np.testing.assert_array_equal(media.samples[1][4], VIDEOS[1, :, 4])
 
+
+@pytest.mark.parametrize("form", ["float16", "safetensors", "bytes"])
+def test_latents_are_read_from_every_form_and_described_as_bfloat16(form):
     latents = torch.randn(1, 16, 2, 3, 4, generator=torch.Generator().manual_seed(0)) * 4
-    halves = latents.bfloat16()
-    forms = {
-        "float16": npy(latents.half().numpy()),
-        "safetensors": save({"latents": halves}),
-        "bytes": npy(halves.view(torch.uint8).numpy()),
-    }
-    for name, data in forms.items():
-        media = read_media(data, "latent", Limits())
-        oracle = latents.half().bfloat16() if name == "float16" else halves
-        kept = latents.half() if name == "float16" else halves
-        np.testing.assert_array_equal(media.samples[0].astype(np.float32), kept[0].float().numpy())
-        assert media.info == {
-            "shape": [1, 16, 2, 3, 4],
-            "dtype": "torch.bfloat16",
-            "min": f"{oracle.min():.3f}",
-            "max": f"{oracle.max():.3f}",
-        }
+    kept = latents.half() if form == "float16" else latents.bfloat16()
+    described = kept.bfloat16()
+    data = {
+        "float16": lambda: npy(kept.numpy()),
+        "safetensors": lambda: save({"latents": kept}),
+        "bytes": lambda: npy(kept.view(torch.uint8).numpy()),
+    }[form]()
+
+    media = read_media(data, "latent", Limits())
+
+    np.testing.assert_array_equal(media.samples[0].astype(np.float32), kept[0].float().numpy())
+    span = {"min": f"{described.min():.3f}", "max": f"{described.max():.3f}"}
+    assert media.info == {"shape": [1, 16, 2, 3, 4], "dtype": "torch.bfloat16", **span}
 
 
 @pytest.mark.parametrize(
@@ -398,25 +305,6 @@ def test_latents_are_read_from_every_form_and_described_as_bfloat16():
 def test_media_over_a_limit_or_of_another_kind_are_refused(array, kind, limits, reason):
     with pytest.raises(MediaError, match=reason):
         read_media(npy(array), kind, Limits(**limits))
-
-
-TENSORS = [npy(IMAGES[:1, :2, :2]), safetensors.numpy.save({"a": IMAGES[:1, :2, :2]})]
-
-
-@settings(max_examples=200)
-@given(
-    data=st.sampled_from(TENSORS),
-    place=st.integers(0, 200),
-    new=st.binary(max_size=12),
-    kind=st.sampled_from(["image", "video", "latent"]),
-)
-def test_broken_tensors_are_media_errors(data, place, new, kind):
-    broken = data[:place] + new + data[place + len(new) :]
-    try:
-        media = read_media(broken, kind, Limits())
-    except MediaError:
-        return
-    assert all(sample.size for sample in media.samples)
 
 
 @in_loop

@@ -18,7 +18,7 @@ from services import served
 from vlmrm import cli, load_scorer
 from vlmrm.adapters.plain import Reward
 from vlmrm.adapters.trl_reward import TRLReward
-from vlmrm.errors import ConfigError, RowError
+from vlmrm.errors import RowError
 from vlmrm.scoring import AsyncRemoteScorer, RemoteScorer
 
 TOKEN = "s3cret"
@@ -79,12 +79,20 @@ def chat(answer: str) -> list[dict]:
     return messages
 
 
+def shown(answer: str) -> dict:
+    """A query of a reranker."""
+    return {"content": chat(answer)[0]["content"]}
+
+
+RELEVANCE = ("results", 0, "relevance_score")
+
+
 def as_json(answer: str) -> str:
     return json.dumps({"messages": asked(answer), "images": [URI]})
 
 
 # Route, what it is sent for an answer, and where in its answer the raw score is.
-PICTURED = [
+ROUTES = [
     ("/v1/rewards", lambda a: {"items": [{"messages": chat(a)}]}, ("data", 0, "raw")),
     ("/v1/rewards", lambda a: {"items": [{"prompt": QUESTION, "response": a, "image": URI}]}, ("data", 0, "raw")),
     ("/classify", lambda a: {"messages": chat(a), "use_activation": False}, ("data", 0, "probs", 0)),
@@ -94,37 +102,25 @@ PICTURED = [
     ("/get_reward", lambda a: {"query": [rendered(a)], "labels": [{"images": [URI]}]}, ("rewards", 0)),
     ("/v1/score/evaluation", lambda a: {"messages": [as_json(a)]}, ("scores", 0)),
     ("/predict", lambda a: {"inputs": [[as_json(a)]], "raw_scores": True}, (0, 0, "score")),
-    (
-        "/rerank",
-        lambda a: {"query": {"content": chat(a)[0]["content"]}, "documents": [a], "use_activation": False},
-        ("results", 0, "relevance_score"),
-    ),
+    ("/rerank", lambda a: {"query": shown(a), "documents": [a], "use_activation": False}, RELEVANCE),
     ("/remote_rm", lambda a: {"prompt": asked_for(), "response": a, "label": {"images": [URI]}}, ()),
 ]
-TEXTUAL = [
+TEXTS_ALONE = [
     ("/classify", lambda a: {"input": rendered(a, False), "use_activation": False}, ("data", 0, "probs", 0)),
-    ("/get_reward", lambda a: {"query": [json.dumps(asked(a))]}, ("rewards", 0)),
     ("/v1/score", lambda a: {"text_1": QUESTION, "text_2": a, "use_activation": False}, ("data", 0, "score")),
-    ("/v1/score/evaluation", lambda a: {"messages": [rendered(a, False)]}, ("scores", 0)),
     ("/predict", lambda a: {"inputs": [QUESTION, a], "raw_scores": True}, (0, "score")),
     ("/rerank", lambda a: {"query": QUESTION, "texts": [a], "raw_scores": True}, (0, "score")),
     ("/remote_rm", lambda a: {"prompt": QUESTION, "response": a}, ()),
 ]
+EVERY_ROUTE = [(PICTURE, *one) for one in ROUTES] + [(None, *one) for one in TEXTS_ALONE]
 
 
-@pytest.mark.parametrize(("route", "body", "path"), PICTURED, ids=[one[0] for one in PICTURED])
-def test_every_route_scores_an_answer_about_a_picture_alike(local, post, route, body, path):
-    expected = local.score([asked(answer, PICTURE) for answer in ANSWERS])
+@pytest.mark.parametrize(("picture", "route", "body", "path"), EVERY_ROUTE, ids=[one[1] for one in EVERY_ROUTE])
+def test_every_route_scores_an_answer_alike(local, post, picture, route, body, path):
+    expected = local.score([asked(answer, picture) for answer in ANSWERS])
     found = [reduce(getitem, path, post(route, body(answer))) for answer in ANSWERS]
     assert found == pytest.approx(expected, abs=1e-4)
     assert abs(expected[0] - expected[1]) > 1e-2
-
-
-@pytest.mark.parametrize(("route", "body", "path"), TEXTUAL, ids=[one[0] for one in TEXTUAL])
-def test_every_route_of_texts_scores_an_answer_alike(local, post, route, body, path):
-    expected = local.score([asked(answer) for answer in ANSWERS])
-    found = [reduce(getitem, path, post(route, body(answer))) for answer in ANSWERS]
-    assert found == pytest.approx(expected, abs=1e-4)
 
 
 def test_flow_factory_s_pictures_are_answers_to_their_prompts(local, url):
@@ -180,15 +176,6 @@ def test_the_prefixes_of_an_episode_have_the_scores_of_the_local_scorer(local, u
         with pytest.raises(RowError, match=r"conversation 1: .*3x900"):
             scorer.score_prefixes("Turn it around.", [PICTURE, Image.new("RGB", (3, 900))])
     assert max(abs(a - b) for a, b in zip(other, expected, strict=True)) > 1e-3
-
-
-def test_a_wrong_token_or_name_is_said_in_a_sentence(url):
-    with pytest.raises(ConfigError, match="refused the token: set VLMRM_TOKEN"):
-        RemoteScorer(url, token="wrong").score([asked("a")])
-    with pytest.raises(ConfigError, match="there is no reward people: choose from vlm_reward"):
-        RemoteScorer(url, token=TOKEN, model="people").score([asked("a")])
-    with pytest.raises(ConfigError, match="give the address of a vlmrm service"):
-        RemoteScorer(f"{url}/elsewhere", token=TOKEN).score([asked("a")])
 
 
 def test_adapters_and_the_command_line_take_the_address(local, url, monkeypatch, tmp_path, capsys):

@@ -10,7 +10,6 @@ from PIL import Image
 from redis_server import reserved
 from services import fake, served
 
-from vlmrm.errors import RowError
 from vlmrm.scoring import RemoteScorer
 
 CHARACTERS = fake("characters", "fake_reward.Characters")
@@ -39,15 +38,6 @@ def test_many_conversations_from_many_threads_come_back_in_order(scorer):
     expected = [pytest.approx(number % 13 / 10 + number % 2) for number in range(500)]
     with ThreadPoolExecutor(3) as threads:
         assert all(found == expected for found in threads.map(scorer.score, [rows] * 3))
-
-
-def test_one_that_cannot_be_scored_is_named_and_the_others_are_not_lost(scorer):
-    rows = [asked("a"), asked("b", Image.new("RGB", (32, 32))), asked("c", b"no picture"), asked("dd")]
-    first, second, third, fourth = scorer.score_each(rows)
-    assert (first, second, fourth) == (0.1, 1.1, 0.2)
-    assert isinstance(third, RowError) and "is not an image" in third.reason
-    with pytest.raises(RowError, match=r"^conversation 2: "):
-        scorer.score(rows)
 
 
 def test_a_worker_that_dies_is_not_noticed(tmp_path):

@@ -11,11 +11,8 @@ import pickle
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from sent_media import clip, png
 from services import eventually, fake, in_loop, running
-from test_fetch import png
-from test_fuzz import CLIP, mutated
 
 from vlmrm.errors import RowError
 from vlmrm.formats.pickles import MAX_OPERATIONS, read_pickle
@@ -74,26 +71,6 @@ def test_a_pickle_with_more_than_data_is_refused_and_nothing_of_it_is_run(conten
     assert not os.listdir(tmp_path)
 
 
-LEAVES = st.none() | st.booleans() | st.integers(-(2**31), 2**31 - 1) | st.floats(allow_nan=False) | st.binary()
-
-
-@given(
-    tree=st.recursive(
-        LEAVES | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=10
-    )
-)
-def test_plain_data_is_read_as_it_was_pickled(tree):
-    assert read_pickle(pickle.dumps(tree)) == tree
-
-
-@given(data=st.binary(max_size=50) | mutated(pickle.dumps({"images": [b"a", b"a"], "prompts": ["b"], "metadata": {}})))
-def test_a_broken_pickle_is_refused(data):
-    try:
-        read_pickle(data)
-    except RowError as error:
-        assert "pickle" in error.reason
-
-
 def test_a_pickle_does_not_become_far_more_objects_than_it_has_bytes():
     with pytest.raises(RowError, match="send fewer"):
         read_pickle(b"\x80\x04" + b"]" * (MAX_OPERATIONS + 1))
@@ -119,7 +96,7 @@ async def test_unirl_gets_each_reward_of_each_request_or_its_error():
         requests = [
             wish(picture, rewards=("characters", "size")),
             wish(picture, rewards=("broken", "size")),
-            wish(turn(video_b64=base64.b64encode(CLIP).decode()), rewards=("size",)),
+            wish(turn(video_b64=base64.b64encode(clip()).decode()), rewards=("size",)),
             wish(turn(image_b64="%")),
         ]
         answer = (await client.post("/unirl/score", json={"requests": requests})).json()
@@ -140,7 +117,7 @@ async def test_unirl_gets_each_reward_of_each_request_or_its_error():
 
 @in_loop
 async def test_the_history_of_unirl_is_what_the_last_turn_was_made_of(tmp_path):
-    (tmp_path / "clip one.mp4").write_bytes(CLIP)
+    (tmp_path / "clip one.mp4").write_bytes(clip())
     async with running(fake("one", "fake_reward.Anything"), media_root=tmp_path) as (_, client):
         path = str(tmp_path / "clip one.mp4")
         for request, error in (
