@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 from PIL import Image
 
-from vlmrm.adapters.swift_orm import AsyncVlmrmORM, VlmrmORM
+from vlmrm.adapters.swift_orm import VlmrmORM
 from vlmrm.modeling import make_tiny_reward_model
 
 
@@ -20,15 +20,10 @@ class People(VlmrmORM):
     model = os.environ.get("VLMRM_REWARD_MODEL")
 
 
-class PeopleBeside(AsyncVlmrmORM):  # for use together with other asynchronous rewards, such as judges
-    model = os.environ.get("VLMRM_REWARD_MODEL")
-
-
 if find_spec("swift"):
     from swift.rewards import orms  # ty: ignore[import-not-found]
 
     orms["people"] = People
-    orms["people_beside"] = PeopleBeside
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from runs import colour_lists, colour_pairs, text_pairs
 
-from vlmrm.adapters.rows import SharedScorer
 from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons
@@ -155,13 +154,6 @@ def test_a_score_that_is_no_number_is_named_once_and_by_one_sentence_everywhere(
 
     with pytest.raises(CheckpointError, match=f"^row pair-1: {SENTENCE}.$"):
         evaluate(work, load_comparisons([str(tmp_path / "a/pairs.jsonl")], arguments=DataArguments()), batch_size=2)
-
-    class Own:
-        def score_each(self, conversations):
-            return [float("nan"), 1.0]
-
-    first, second = SharedScorer(Own()).score_each(conversations[:2])
-    assert isinstance(first, ScoreError) and (first.reason, second) == (SENTENCE, 1.0)
 
 
 def test_an_intervention_s_score_that_is_no_number_is_named(engine, renderer, rows):

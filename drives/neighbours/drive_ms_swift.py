@@ -40,18 +40,14 @@ PLUGIN = """
 from swift.rewards import orms
 
 from breaks import BreaksOne
-from vlmrm.adapters.swift_orm import AsyncVlmrmORM, VlmrmORM
+from vlmrm.adapters.swift_orm import VlmrmORM
 
 
 class People(VlmrmORM):
     model = {model}
 
 
-class PeopleBeside(AsyncVlmrmORM):
-    model = {model}
-
-
-orms["people"], orms["people_beside"] = People, PeopleBeside
+orms["people"] = People
 """
 MANY_PLUGIN = """
 from swift.rewards import orms
@@ -85,8 +81,8 @@ def rewards(case: Case, rows: list[tuple[str, str]], plugin: str, names: Sequenc
 
 def equal(case: Case) -> list[dict[str, Any]]:
     rows = case.rows()
-    both = rewards(case, rows, PLUGIN.format(model=repr(case.url)), ("people", "people_beside"))
-    return [scored(*row, value) for column in both.T for row, value in zip(rows, column, strict=True)]
+    values = rewards(case, rows, PLUGIN.format(model=repr(case.url)), ("people",))[:, 0]
+    return [scored(*row, value) for row, value in zip(rows, values, strict=True)]
 
 
 def broken(case: Case) -> str:

@@ -17,7 +17,7 @@ from datasets import Dataset
 from PIL import Image
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from vlmrm.adapters.trl_reward import AsyncTRLReward, TRLReward, TRLRewardSet
+from vlmrm.adapters.trl_reward import TRLReward, TRLRewardSet
 
 GROUP = 4
 
@@ -72,16 +72,8 @@ def rows_of(case: Case, logs: Any) -> list[dict[str, Any]]:
 
 
 def equal(case: Case) -> list[dict[str, Any]]:
-    ways = (
-        (TRLReward, GRPOTrainer, GRPOConfig),
-        (AsyncTRLReward, GRPOTrainer, GRPOConfig),
-        (TRLReward, RLOOTrainer, RLOOConfig),
-    )
-    return [
-        row
-        for reward, *kind in ways
-        for row in rows_of(case, step(case, [reward(case.url, name="people")], *kind)._logs)
-    ]
+    ways = ((GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig))
+    return [row for way in ways for row in rows_of(case, step(case, [TRLReward(case.url, name="people")], *way)._logs)]
 
 
 def rank(number: int, case: Case) -> list[Any]:

@@ -10,7 +10,7 @@ from frameworks import import_file
 from PIL import Image
 from runs import ROOT
 
-from vlmrm.adapters.trl_reward import AsyncTRLReward, TRLReward, TRLRewardSet
+from vlmrm.adapters.trl_reward import TRLReward, TRLRewardSet
 from vlmrm.scoring import load_scorer
 
 EXAMPLES = ROOT / "examples"
@@ -70,7 +70,7 @@ def test_in_trl_s_trainers_images_are_scored_and_rewards_logged(tmp_path, tiny_c
     args = getattr(trl, f"{name}Config")(output_dir=str(tmp_path), **{**example.TINY, **short, **quiet})
     config = {"name": "raw", "reward_model": "vlm_reward", "model_path": str(tiny_reward_model), **load}
     recorder = Recorder(tiny_reward_model, name="one", **load)
-    several = [AsyncTRLReward(tiny_reward_model, name="two", **load), TRLRewardSet(config, 2, name="three")]
+    several = [TRLReward(tiny_reward_model, name="two", **load), TRLRewardSet(config, 2, name="three")]
 
     trainer = getattr(trl, f"{name}Trainer")(
         str(tiny_checkpoint), args=args, reward_funcs=[recorder, *several], train_dataset=example.questions()
@@ -80,7 +80,7 @@ def test_in_trl_s_trainers_images_are_scored_and_rewards_logged(tmp_path, tiny_c
     logged = trainer.state.log_history[0]
     means = [logged[f"rewards/{one}/mean"] for one in ("one", "two", "three")]
     assert means == pytest.approx([means[0]] * 3, abs=1e-4)
-    assert logged["rm/one/unscored"] == 0 and "rm/raw/mean" in logged
+    assert logged["rm/one/missing"] == 0 and "rm/raw/mean" in logged
     _, completions, columns, scores = recorder.calls[0]
     written = []
     for image, [answer] in zip(columns["image"], completions, strict=True):

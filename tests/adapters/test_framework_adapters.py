@@ -9,7 +9,6 @@ import json
 import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -24,15 +23,15 @@ from vlmrm.adapters.flow_factory_reward import GroupwiseReward, PointwiseReward
 from vlmrm.adapters.openrlhf_reward import OpenRLHFReward, Unscored
 from vlmrm.adapters.plain import Reward
 from vlmrm.adapters.rows import SharedSet
-from vlmrm.adapters.swift_orm import AsyncVlmrmORM, VlmrmORM, set_orms
-from vlmrm.adapters.trl_reward import AsyncTRLReward, TRLReward, TRLRewardSet
+from vlmrm.adapters.swift_orm import VlmrmORM, set_orms
+from vlmrm.adapters.trl_reward import TRLReward, TRLRewardSet
 from vlmrm.adapters.verl_reward import compute_rewards, compute_score
 from vlmrm.conversation import media_of
 from vlmrm.errors import ConfigError, RewardError, RowError
 from vlmrm.formats.flow_factory import read_sample, sample_to_conversation
 from vlmrm.formats.rollouts import read_answer
 from vlmrm.rewards import PointwiseRewardModel, RewardArguments, RewardModelOutput, RewardSet
-from vlmrm.scoring import RemoteScorer, load_scorer
+from vlmrm.scoring import load_scorer
 
 LOAD = {"device": "cpu", "dtype": "float32"}
 ANSWERS = ["It is red.", "It is green.", "Red", "It may be blue, I think."]
@@ -136,17 +135,6 @@ def test_trl_gets_images_from_the_prompt_else_from_columns(tiny_reward_model, ex
     assert reward.__name__ == "people"
 
 
-def test_trl_awaits_the_asynchronous_one(tiny_reward_model, expected):
-    from trl.trainer.utils import get_callable_name, is_async_callable
-
-    reward = AsyncTRLReward(tiny_reward_model, name="people", **LOAD)
-    scores = asyncio.run(reward(prompts=[QUESTION] * 4, completions=ANSWERS, image=IMAGES))
-
-    assert scores == near(expected)
-    assert is_async_callable(reward) and not is_async_callable(TRLReward(tiny_reward_model))
-    assert get_callable_name(reward) == "people"
-
-
 def test_trl_leaves_out_what_cannot_be_scored_and_says_why(tiny_reward_model, expected, caplog):
     """Here each is of another prompt, so that there is no mean of its group to give it."""
     cut = Pillow.open(io.BytesIO(noise_png()[:-2000]))  # read by Pillow on use
@@ -157,9 +145,8 @@ def test_trl_leaves_out_what_cannot_be_scored_and_says_why(tiny_reward_model, ex
     )
 
     assert scores[0] == near(expected[0]) and scores[1:] == [None] * 3
-    assert logged == {"rm/vlmrm/unscored": 0.75}
-    [line] = caplog.messages  # one a round, however many samples
-    assert "3 of 4 samples have none, first sample 1: " in line and "asks for more images" in line
+    assert logged["rm/vlmrm/missing"] == 0.75
+    assert "first sample 1: " in caplog.text and "asks for more images" in caplog.text
 
 
 GROUPED = {"name": "it", "reward_model": "vlm_reward_group"}
@@ -168,9 +155,9 @@ GROUPED = {"name": "it", "reward_model": "vlm_reward_group"}
 @pytest.mark.parametrize(
     ("made", "error", "word"),
     [
-        (lambda it: TRLReward(it, devise="cpu"), ConfigError, "load_scorer takes no devise"),
-        (lambda it: TRLReward(RemoteScorer("http://host"), device="cpu"), ConfigError, "device is an option of load"),
-        (lambda it: TRLReward(Given(), on_failure="zero"), ConfigError, "choose from mean, raise"),
+        (lambda it: TRLReward(it, devise="cpu"), ConfigError, "did you mean device"),
+        (lambda it: Reward(Given(), cache_bytes=1)(["?"], ["A"]), ConfigError, "cache_bytes is of a folder"),
+        (lambda it: TRLReward(Given(), on_failure="zero"), ConfigError, "on_failure: .*mask"),
         (lambda it: VlmrmORM(), ConfigError, "VlmrmORM names no checkpoint"),
         (lambda it: Reward(it, **LOAD)(["?"], ["A"], ["missing.png"]), RewardError, "sample 0: missing.png"),
         (lambda it: Reward(it, **LOAD)("??", ["A", "B"]), RewardError, "a column is a single str"),
@@ -220,19 +207,6 @@ def two_ranks(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
 
 
-@pytest.mark.parametrize("size", [None, 4])
-def test_a_part_of_a_trl_group_on_a_thread_ends_the_run(two_ranks, size):
-    """Its mean would be that of this process alone, and calls on threads cannot ask the others."""
-    reward = AsyncTRLReward(Given(1.0, NAN, 3.0), num_generations=size)
-    with pytest.raises(RewardError, match=r"reward vlmrm: sample 1: its score is nan.*num_generations"):
-        asyncio.run(reward(["a", "b", "b"], ANSWERS[:3]))
-
-
-def test_a_whole_trl_group_on_a_thread_has_its_mean(two_ranks):
-    reward = AsyncTRLReward(Given(1.0, NAN, 3.0), num_generations=2)
-    assert asyncio.run(reward(["a", "b", "b"], ANSWERS[:3])) == [1.0, 3.0, 3.0]
-
-
 def test_groups_of_one_text_and_other_images_are_kept_apart():
     prompts = [asked(IMAGES[0]), asked(IMAGES[1]), asked(IMAGES[2]), asked(IMAGES[3])]  # red, red, green, green
     assert TRLReward(Given(1.0, NAN, NAN, 5.0))(prompts, ANSWERS) == [1.0, 1.0, 5.0, 5.0]
@@ -241,7 +215,7 @@ def test_groups_of_one_text_and_other_images_are_kept_apart():
 
 def test_trl_s_reward_may_end_the_run_instead():
     reward = TRLReward(Given(-3.1, NAN), name="people", on_failure="raise")
-    with pytest.raises(RewardError, match=r"reward people: sample 1: its score is nan"):
+    with pytest.raises(RewardError, match=r"reward people .*first sample 1: its score is nan"):
         reward(["a"] * 2, ANSWERS[:2])
 
 
@@ -296,7 +270,7 @@ def test_a_masked_reward_among_others_is_the_mean_of_its_group():
     assert scores[4:] == [25.0, 22.0, 23.0, 24.0]  # nothing known of the group: the mean of all, for all of them
 
 
-@pytest.mark.parametrize(("policy", "filled"), [({"on_failure": "mask"}, None), (NINE, -9.0)])
+@pytest.mark.parametrize(("policy", "filled"), [({"on_failure": "mask"}, 3.0), (NINE, -9.0)])
 def test_a_row_without_its_image_fails_by_the_reward_s_policy(policy, filled, caplog):
     config = {"name": "shown", "reward_model": f"{__name__}.Shown", **policy}
     prompts = [asked(IMAGES[0]), asked(), asked(IMAGES[0]), asked(IMAGES[0])]
@@ -349,17 +323,12 @@ SWIFT_COLUMNS = {
 }
 
 
-@pytest.mark.parametrize("kind", [VlmrmORM, AsyncVlmrmORM])
-def test_swift_s_orm_has_the_scorer_s_scores(tiny_reward_model, expected, kind):
-    reward = type("People", (kind,), {"model": tiny_reward_model, "options": LOAD})(args=None)
-    scores = reward(ANSWERS, **SWIFT_COLUMNS)
-
-    is_async = asyncio.iscoroutinefunction(reward.__call__)  # how ms-swift tells
-    assert is_async is (kind is AsyncVlmrmORM)
-    assert (asyncio.run(scores) if is_async else scores) == near(expected)
+def test_swift_s_orm_has_the_scorer_s_scores(tiny_reward_model, expected):
+    reward = type("People", (VlmrmORM,), {"model": tiny_reward_model, "options": LOAD})(args=None)
+    assert reward(ANSWERS, **SWIFT_COLUMNS) == near(expected)
 
 
-def swift_orm(*scores: float, policy: str = "mean", args=None) -> VlmrmORM:
+def swift_orm(*scores: float, policy: str = "mask", args=None) -> VlmrmORM:
     class People(VlmrmORM):
         model, on_failure = Given(*scores), policy
 
@@ -394,19 +363,10 @@ def test_groups_of_ms_swift_are_of_one_prompt_and_one_image():
 
 
 def test_where_no_mean_would_be_neutral_ms_swift_s_run_ends_with_the_sample_named():
-    with pytest.raises(RewardError, match="reward People: sample 0: its score is nan"):
+    with pytest.raises(RewardError, match=r"sample 0 has no reward, .*: reward People: its score is nan"):
         swift_orm(NAN, NAN)(ANSWERS[:2], **swift_columns("a", "a"))
-    with pytest.raises(RewardError, match="reward People: sample 1: its score is nan"):
+    with pytest.raises(RewardError, match=r"reward People .*first sample 1: its score is nan"):
         swift_orm(1.0, NAN, policy="raise")(ANSWERS[:2], **swift_columns("a", "a"))
-
-
-@pytest.mark.parametrize(("here", "in_evaluation", "ends"), [(4, None, True), (2, 8, True), (3, None, False)])
-def test_a_part_of_an_ms_swift_group_on_a_thread_ends_the_run(two_ranks, here, in_evaluation, ends):
-    people = type("People", (AsyncVlmrmORM,), {"model": Given(1.0, NAN, 3.0, 4.0)})
-    reward = people(SimpleNamespace(num_generations=here, num_generations_eval=in_evaluation))
-    error = pytest.raises(RewardError, match=r"sample 1: .* another process may have more of its prompt")
-    with error if ends else nullcontext():
-        assert asyncio.run(reward(ANSWERS, **swift_columns("a", "b", "b", "b"))) == [1.0, 3.5, 3.0, 4.0]
 
 
 def test_ms_swift_gets_each_reward_of_a_set():
@@ -474,7 +434,7 @@ def test_verl_omni_s_videos_are_read_in_either_order(order):
         ({}, {"index": 17}, "sample 17 of vqa/train: extra_info has no prompt"),
         ({"solution_image": torch.zeros(3, 8, 8)}, None, "a sample of vqa/train: extra_info has no prompt"),
         ({}, {"prompt": "<image><image>Which?", "images": [IMAGES[0]]}, "asks for more images"),
-        ({}, {"prompt": "Which?", "index": 17}, "sample 17 of vqa/train: its score is nan"),
+        ({}, {"prompt": "Which?", "index": 17}, "sample 17 of vqa/train: reward vlmrm: its score is nan"),
     ],
 )
 def test_verl_s_run_ends_with_the_sample_named(changed, row, word):
@@ -735,10 +695,8 @@ def test_adapters_are_pickled_without_their_model_and_work_elsewhere(tiny_reward
 
 
 def test_one_checkpoint_is_loaded_once_a_process(tiny_reward_model, monkeypatch):
-    loads = []
-    monkeypatch.setattr(
-        "vlmrm.adapters.rows.load_scorer", lambda *args, **more: loads.append(args) or load_scorer(*args, **more)
-    )
+    loads, path = [], "vlmrm.rewards.built_in.vlm_reward.load_local_scorer"
+    monkeypatch.setattr(path, lambda *args, **more: loads.append(args) or load_scorer(*args, **more))
     options = {**LOAD, "max_tokens_per_batch": 4321}  # as in no other test
     rewards = [Reward(tiny_reward_model, **options), Reward(str(tiny_reward_model), **options)]
     with ThreadPoolExecutor(2) as threads:

@@ -64,7 +64,7 @@ def test_trl_trains(here, tiny_checkpoint, monkeypatch):
     namespace: dict = {}
     exec(block("python", "GRPOTrainer(").replace(POLICY, str(tiny_checkpoint)), namespace)
     [*_, log] = [line for line in namespace["trainer"].state.log_history if "rewards/people/mean" in line]
-    assert log["rm/people/unscored"] == 0.0
+    assert log["rm/people/missing"] == 0.0
 
 
 def test_a_set_is_one_function_of_trl(here, expected):
@@ -119,7 +119,7 @@ def test_verl_s_manager_is_found(here, monkeypatch):
     async def made():
         return manager(config, None, None)
 
-    assert asyncio.run(made()).scorer.model == ADDRESS
+    assert asyncio.run(made()).rewards[0].model_path == ADDRESS
 
 
 def test_verl_s_lines_add_only_what_its_configuration_lacks():

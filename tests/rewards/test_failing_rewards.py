@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from vlmrm.adapters.rows import without_failures
-from vlmrm.errors import ConfigError, RewardError, RowError
+from vlmrm.adapters.rows import neutral
+from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards import PointwiseRewardModel, RewardModelOutput, RewardSet
 
 GROUPS, SIZE = 400, 8
@@ -74,10 +74,9 @@ def test_advantages_with_faults_are_those_without(fault, share):
 def test_what_adapters_hand_to_a_framework_s_own_grpo_pays_no_fault(share):
     """As `TRLReward` and `VlmrmORM` settle failures; TRL leaves out a group of None alone."""
     broken = failed(share)
-    lost = set(broken.tolist())
-    scores = [RowError("down") if number in lost else score for number, score in enumerate(LOGITS.tolist())]
-    settled = np.array(without_failures("x", scores, PROMPTS, "mean"), dtype=np.float64)
-    advantages = np.nan_to_num(grpo(settled))
+    scores = LOGITS.copy()
+    scores[broken] = np.nan
+    advantages = np.nan_to_num(grpo(neutral({"x": scores}, PROMPTS)[0]["x"]))
     assert abs(advantages[broken].mean()) < 0.05
     whole = np.setdiff1d(np.arange(len(LOGITS)), broken)
     assert abs((advantages - grpo(LOGITS))[whole].mean()) < 0.05

@@ -173,6 +173,29 @@ def test_a_server_that_stays_away_is_an_error_and_can_be_masked(start, waits):
     assert len(server.requests) == 6
 
 
+def test_patience_outlasts_a_server_that_is_away(start, waits):
+    server = start()
+    server.faults.extend([(503, "loading")] * 6)
+
+    [reward] = remote(server.url, patience=600.0, retry_attempts=2)(prompt=["a"], image=pictures(40)).rewards["far"]
+
+    assert reward == 40 and len(server.requests) == 7
+
+
+def test_a_reward_that_refuses_everything_is_gone_after_three_rounds(start):
+    server = start()
+    far = remote(server.url, on_failure="mask", max_missing=0.9)
+    server.faults.extend([(400, '{"error": "too long"}')] * 2)
+    for _ in range(2):
+        assert np.isnan(far(prompt=["a"], image=pictures(40)).rewards["far"]).all()
+    assert far(prompt=["a"], image=pictures(40)).rewards["far"] == [40], "a round that passes begins the count anew"
+    server.faults.extend([(400, '{"error": "too long"}')] * 3)
+    for _ in range(2):
+        far(prompt=["a"], image=pictures(40))
+    with pytest.raises(RewardError, match=r"reward far is gone: 3 rounds in a row over 90% .*400: too long"):
+        far(prompt=["a"], image=pictures(40))
+
+
 def test_a_silent_server_is_asked_once(start):
     server = start()
     server.faults.append(RewardServer.SILENT)

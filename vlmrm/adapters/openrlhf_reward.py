@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vlmrm.adapters.rows import SharedScorer
+from vlmrm.adapters.rows import sample_batcher, trained_model
 from vlmrm.errors import ConfigError, RowError, first_line
 from vlmrm.formats.rollouts import PADS, read_openrlhf_query, zip_columns
 from vlmrm.scoring.protocol import Scorer
@@ -34,13 +34,14 @@ class OpenRLHFReward:
     """Reward samples: `rewards` are raw logits, and `scores`, for dynamic filtering, are σ of them.
 
     Args:
+        model: the folder of a checkpoint, the address of a service, or a `Scorer`.
         name: the reward in messages.
-        model, options: as of `SharedScorer`.
+        options: of any reward, and of `vlm_reward`.
     """
 
     def __init__(self, model: str | Path | Scorer, *, name: str = "vlmrm", **options: Any):
         self.name = name
-        self.scorer = SharedScorer(model, **options)
+        self.rewards = trained_model(model, name, "raise", **options)
 
     def __call__(
         self, queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any], **_: Any
@@ -51,8 +52,9 @@ class OpenRLHFReward:
         scores = []
         try:
             rows = zip_columns(prompts, queries, labels)
-            waiting = [self.scorer.micro_batcher.submit(read_openrlhf_query(*row)) for row in rows]
-            scores = [future.result() for future in waiting]
+            batcher = sample_batcher(self.rewards)
+            waiting = [batcher.submit_conversation(read_openrlhf_query(*row)) for row in rows]
+            scores = [future.result()["score"] for future in waiting]
         except Exception as error:
             raise _unscored(self.name, error, prompts, queries) from error
         raw = torch.tensor(scores)
@@ -60,7 +62,7 @@ class OpenRLHFReward:
 
 
 def _unscored(name: str, error: Exception, prompts: Sequence[str], queries: Sequence[str]) -> Unscored:
-    reason = error.reason if isinstance(error, RowError) else first_line(error)
+    reason = (error.reason if isinstance(error, RowError) else first_line(error)).removeprefix(f"reward {name}: ")
     sample = ""
     if len(prompts) == len(queries) == 1:
         # OpenRLHF decodes the query, with a placeholder for each token of an image where the prompt has one.

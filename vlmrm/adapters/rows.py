@@ -1,4 +1,4 @@
-"""Rows of an RL framework as conversations, scored by a scorer that all adapters of a process share.
+"""Rows of an RL framework as samples of a `RewardSet`, which the functions of a process share.
 
 verl and OpenRLHF score one sample at a time and wait for many at once: `MicroBatcher` gathers those into batches, so
 that a group of rollouts shares its prompt.
@@ -6,14 +6,12 @@ that a group of rollouts shares its prompt.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,102 +20,37 @@ from PIL import Image
 
 from vlmrm.conversation import Conversation
 from vlmrm.data.media import media_key
-from vlmrm.data.media_round import media_round
-from vlmrm.errors import ConfigError, MediaError, RewardError, RowError, finite_or_error
+from vlmrm.errors import ConfigError, MediaError, RewardError, RowError
 from vlmrm.formats.flow_factory import conversation_to_sample, write_sample
 from vlmrm.formats.rollouts import read_answer, zip_columns
-from vlmrm.rewards import Rewards, RewardSet
-from vlmrm.rewards.outcome import with_group_means
-from vlmrm.rewards.ranks import gather, rank, world_size
+from vlmrm.rewards import RewardArguments, Rewards, RewardSet, reward_arguments
+from vlmrm.rewards.outcome import with_group_means, without_missing
+from vlmrm.rewards.ranks import gather, rank
 from vlmrm.rewards.samples import MEDIA
-from vlmrm.scoring.loading import SCORER_OPTIONS, load_scorer
-from vlmrm.scoring.protocol import ConversationLike, Scorer
-from vlmrm.scoring.remote import RemoteScorer
-
-logger = logging.getLogger("vlmrm")
+from vlmrm.scoring.protocol import Scorer
 
 WAIT = 0.005  # seconds that the first call of a batch waits for more
 MOST = 1024  # items of a batch
-ON_FAILURE = ("mean", "raise")
 # Columns that frameworks pass and no reward takes: the images of a row are those of its prompt.
-NO_COLUMNS = ("messages", "completion_ids", "trainer_state", "log_extra", "environments", "images")
+NO_COLUMNS = ("messages", "completion_ids", "trainer_state", "log_extra", "environments", "images", "videos")
 
-Scores = Sequence[float | RowError]
 Groups = Sequence[Hashable]
 Column = Sequence[Any]
-Rows = tuple[Column, Column, Column | None]  # prompts, answers, images
-Elsewhere = Sequence[tuple[Hashable, float]]  # groups and values of other ranks
+Rows = tuple[Column, Column, Column | None, Column | None]  # prompts, answers, images, videos
 
 
-class SharedScorer:
-    """A scorer that is loaded on first use, once a process however many adapters name it.
-
-    It can be pickled: only the path travels. It may be called from several threads; a model in this process scores for
-    one at a time.
+def trained_model(
+    model: str | Path | Scorer, name: str, on_failure: str = "mask", **options: Any
+) -> list[RewardArguments]:
+    """Return the configuration of a set of one reward: the raw logit of a trained model.
 
     Args:
-        model: the folder of a checkpoint, the address of a service, or a `Scorer`, which is pickled with it.
-        options: keywords of `vlmrm.load_scorer`.
+        model: the folder of a checkpoint, the address of a service, or a `Scorer`.
+        options: of any reward, and of `vlm_reward`.
     """
-
-    def __init__(self, model: str | Path | Scorer, **options: Any):
-        self.model = str(model) if isinstance(model, (str, Path)) else model
-        self.options = options
-        # Checked now: the scorer may be loaded much later, in another process.
-        if options and not isinstance(self.model, str):
-            raise ConfigError(f"{min(options)} is an option of load_scorer, and this scorer is loaded: leave it out.")
-        if unknown := options.keys() - SCORER_OPTIONS:
-            raise ConfigError(f"load_scorer takes no {min(unknown)}: docs/scoring.md has its keywords.")
-
-    def score_each(self, conversations: Sequence[ConversationLike]) -> list[float | RowError]:
-        """Return the raw logit of each conversation, or the error of one that has none."""
-        shared = self._registered()
-        with shared.lock:
-            shared.scorer = shared.scorer or load_scorer(str(self.model), **self.options)
-        # A model in this process scores for one thread at a time; a service takes concurrent requests.
-        with media_round(), nullcontext() if isinstance(shared.scorer, RemoteScorer) else shared.lock:
-            scores = shared.scorer.score_each(conversations)
-        # A user's own scorer may return NaN.
-        return [score if isinstance(score, RowError) else finite_or_error(score) for score in scores]
-
-    def score_rows(
-        self, prompts: Column, answers: Column, images: Column | None = None, videos: Column | None = None
-    ) -> list[float | RowError]:
-        """Return the raw logit of each row, or its error; see `vlmrm.formats.rollouts.read_answer`."""
-        rows: list[Conversation | RowError] = []
-        for row in zip_columns(prompts, answers, images, videos):
-            try:
-                rows.append(read_answer(*row))
-            except RowError as error:
-                rows.append(error)
-        scores = iter(self.score_each([row for row in rows if isinstance(row, Conversation)]))
-        return [row if isinstance(row, RowError) else next(scores) for row in rows]
-
-    @property
-    def micro_batcher(self) -> MicroBatcher:
-        """Return the batcher of all threads and tasks of this process."""
-        shared = self._registered()
-        with _registry_lock:
-            shared.micro_batcher = shared.micro_batcher or MicroBatcher(self.score_each)
-            return shared.micro_batcher
-
-    def _registered(self) -> _Registration:
-        key = (self.model, *sorted(self.options.items())) if isinstance(self.model, str) else id(self.model)
-        with _registry_lock:
-            return _registry.setdefault(key, _Registration(None if isinstance(self.model, str) else self.model))
-
-
-@dataclass
-class _Registration:
-    """A scorer with its lock and batcher, shared by the adapters of this process that name it."""
-
-    scorer: Scorer | None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    micro_batcher: MicroBatcher | None = None
-
-
-_registry_lock = threading.Lock()
-_registry: dict[Hashable, _Registration] = {}
+    path = str(model) if isinstance(model, Path) else model
+    reward = {"name": name, "reward_model": "vlm_reward", "model_path": path, "on_failure": on_failure}
+    return reward_arguments({"batch_size": MOST, **reward, **options})
 
 
 class SharedSet:
@@ -200,13 +133,65 @@ class MicroBatcher:
                     future.set_result(result)
 
 
+class SampleBatcher(MicroBatcher):
+    """A set of pointwise rewards that computes the samples of concurrent calls together.
+
+    Its results are `{"score": weighted sum, name: reward, ...}`.
+    """
+
+    def __init__(self, config: Any):
+        configured = reward_arguments(config)
+        # One sample's failure must not end the batch of the others, and such a batch may be a single sample.
+        self.rewards = RewardSet(
+            [
+                replace(each, max_missing=1.0, on_failure="mask" if each.on_failure == "raise" else each.on_failure)
+                for each in configured
+            ]
+        )
+        self.needed = {each.name for each in configured if each.weight or each.on_failure == "raise"}
+        for reward in self.rewards.rewards:
+            if reward.groupwise:
+                raise ConfigError(f"reward {reward.arguments.name} is of groups, and one sample alone is passed.")
+        super().__init__(self._each)
+
+    def submit_conversation(self, conversation: Conversation) -> Future[dict[str, float]]:
+        return self.submit(write_sample(conversation_to_sample(conversation)))
+
+    def _each(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float] | RewardError]:
+        names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
+        try:
+            columns = {name: [row.get(name) for row in rows] for name in names}
+            scored = self.rewards(prompt=[row["prompt"] for row in rows], **columns)
+        except RewardError as error:  # the whole call's: alone, each sample has its own
+            return [error] if len(rows) == 1 else [self._each([row])[0] for row in rows]
+        totals = scored.total()
+        return [self._of_sample(scored, index, float(totals[index])) for index in range(len(rows))]
+
+    def _of_sample(self, scored: Rewards, index: int, total: float) -> dict[str, float] | RewardError:
+        rewards = {name: float(values[index]) for name, values in scored.rewards.items()}
+        for name, value in rewards.items():
+            if np.isnan(value) and name in self.needed:
+                return RewardError(f"reward {name}: {scored.failures[name][index]}")
+        return {"score": total, **rewards}
+
+
+def sample_batcher(config: Any) -> SampleBatcher:
+    """Return the batcher of this process for a configuration; its models are loaded once, by the first call."""
+    with _lock:
+        return _batchers.get(str(config)) or _batchers.setdefault(str(config), SampleBatcher(config))
+
+
+_lock = threading.Lock()
+_batchers: dict[str, SampleBatcher] = {}
+
+
 def text_columns(
-    prompts: Column, answers: Column, images: Column | None
+    prompts: Column, answers: Column, images: Column | None = None, videos: Column | None = None
 ) -> tuple[dict[str, list[Any]], dict[int, str]]:
     """Return a text policy's rows as columns of samples (`response`: the answer), and by index why others fail."""
     samples: list[dict[str, Any]] = []
     reasons: dict[int, str] = {}
-    for index, row in enumerate(zip_columns(prompts, answers, images)):
+    for index, row in enumerate(zip_columns(prompts, answers, images, videos)):
         try:
             samples.append(write_sample(conversation_to_sample(read_answer(*row))))
         except RowError as error:
@@ -214,66 +199,26 @@ def text_columns(
     return {name: [sample.get(name) for sample in samples] for name in ("prompt", "response", *MEDIA)}, reasons
 
 
-def values_elsewhere(groups: Groups, values: np.ndarray) -> Elsewhere:
-    """Return the values of all other ranks that are no NaN, each with its group. A collective call."""
-    if world_size() == 1:
-        return []
-    own = [pair for pair in zip(groups, values.tolist(), strict=True) if not np.isnan(pair[1])]
-    return [pair for number, share in enumerate(gather(own)) if number != rank() for pair in share]
+def neutral(rewards: Mapping[str, np.ndarray], groups: Groups) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    """Return rewards by name [N] that neither pay nor punish what is missing, and the mean of each over all ranks.
 
-
-def scores_elsewhere(name: str, groups: Groups, scores: Scores, here: int | None) -> Elsewhere:
-    """Return the scores of all other ranks, each with its group. A collective call where `here` is None.
-
-    A call on a thread can ask no other rank: all `here` samples of a group must be here where one has failed; 0 where
-    their number is not known.
+    A missing one is the mean of its group; in a group without any it is that of all samples where the sample has
+    another reward, else NaN. A collective call.
     """
-    if here is None:
-        return values_elsewhere(groups, numbers(scores))
-    for index, score in enumerate(scores):
-        if isinstance(score, RowError) and world_size() > 1 and (not here or groups.count(groups[index]) % here):
-            raise RewardError(
-                f"reward {name}: sample {index}: {score.reason}; another process may have more of its prompt, whose "
-                "mean it would get: use the reward that is not asynchronous, or give each process whole groups, and "
-                "say num_generations"
-            )
-    return []
+    level, means = {}, {}
+    for name, values in without_missing(rewards, groups).items():
+        present = [pair for pair in zip(groups, values.tolist(), strict=True) if not np.isnan(pair[1])]
+        shares = gather(present)
+        elsewhere = [pair for number, share in enumerate(shares) if number != rank() for pair in share]
+        level[name] = with_group_means(values, groups, elsewhere)
+        everywhere = sorted(value for share in shares for _, value in share)  # the same number on each process
+        means[name] = float(np.mean(everywhere)) if everywhere else float("nan")
+    return level, means
 
 
-def numbers(scores: Scores) -> np.ndarray:
-    """Return the scores, NaN for those that failed: [N]."""
-    return np.array([np.nan if isinstance(score, RowError) else score for score in scores], dtype=np.float64)
-
-
-def without_failures(
-    name: str, scores: Scores, groups: Groups, on_failure: str, elsewhere: Elsewhere = ()
-) -> list[float | None]:
-    """Return the scores with each failed one as the mean of its group; None where the whole group failed.
-
-    The mean neither rewards nor punishes its sample; a zero could do either, since raw logits have no zero. `name` is
-    the reward in messages, and `elsewhere` has the groups and scores of other ranks.
-    """
-    failed = {index: score.reason for index, score in enumerate(scores) if isinstance(score, RowError)}
-    filled = with_group_means(numbers(scores), groups, elsewhere)
-    settled = [None if np.isnan(value) else value for value in filled.tolist()]
-    if failed:
-        index, reason = min(failed.items())
-        if on_failure == "raise":
-            raise RewardError(f"reward {name}: sample {index}: {reason}")
-        alone = sum(settled[index] is None for index in failed)
-        logger.warning(
-            "reward %s: %d of %d samples have none, first sample %d: %s; %d get their group's mean, and the groups of "
-            "%d have none",
-            *(name, len(failed), len(scores), index, reason, len(failed) - alone, alone),
-        )
-    return settled
-
-
-def checked_on_failure(on_failure: str) -> str:
-    """Return the policy."""
-    if on_failure not in ON_FAILURE:
-        raise ConfigError(f"on_failure is {on_failure!r}: choose from {', '.join(ON_FAILURE)}.")
-    return on_failure
+def prompt_keys(prompts: Column, *media: Column | None) -> list[Hashable]:
+    """Return the key of each row's prompt and media, [N]."""
+    return [prompt_key(row) for row in zip_columns(prompts, *media)]
 
 
 def prompt_key(value: Any) -> Hashable:

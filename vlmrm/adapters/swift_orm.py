@@ -1,4 +1,4 @@
-"""ms-swift: outcome reward models, synchronous and asynchronous.
+"""ms-swift: outcome reward models.
 
 A plugin file names the checkpoint and registers the class (examples/swift_plugin.py):
 
@@ -12,68 +12,55 @@ A plugin file names the checkpoint and registers the class (examples/swift_plugi
 `orms.update(set_orms("rewards.yaml"))` registers each reward of a `RewardSet` by its name, for `--scale_rewards gdpo`
 too, with the configuration's weights as `--reward_weights`.
 
-The classes have the constructor and call of `swift.rewards.ORM` and `AsyncORM`; importing them needs no ms-swift.
+The classes have the constructor and call of `swift.rewards.ORM`; importing them needs no ms-swift.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from vlmrm.adapters.rows import (
-    Elsewhere,
-    SharedScorer,
-    SharedSet,
-    checked_on_failure,
-    numbers,
-    prompt_key,
-    scores_elsewhere,
-    values_elsewhere,
-    without_failures,
-)
-from vlmrm.errors import ConfigError, RewardError, RowError
+from vlmrm.adapters.rows import SharedSet, neutral, prompt_key, trained_model
+from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards import reward_arguments
-from vlmrm.rewards.outcome import with_group_means, without_missing
-from vlmrm.rewards.ranks import world_size
 
 
-class VlmrmORM:
-    """The raw logit of each completion; of a failed one the mean of its prompt's completions on all processes.
+class OneOfSetORM:
+    """One reward of a `RewardSet`; `set_orms` derives the classes.
 
-    ms-swift turns None into 0, which is a high reward among negative logits, so None is never returned. The prompt is
-    the row's `messages` without the last, its media the row's `images` and `videos`.
+    ms-swift turns None into 0, which is a high reward among negative logits. So a masked reward is the mean of its
+    group on all processes, and in a group without any that of the batch. One that no sample of the batch has is NaN,
+    which ms-swift leaves out of its sums and logs. The prompt is the row's `messages` without the last, its media the
+    row's `images` and `videos`.
     """
 
-    model: ClassVar[Any] = None  # a checkpoint folder, the address of a service, or a `Scorer`
-    on_failure: ClassVar[str] = "mean"  # or "raise": a completion that cannot be scored ends the run
-    options: ClassVar[dict[str, Any]] = {}  # keywords of `vlmrm.load_scorer`
-    here: int | None = None  # as of `scores_elsewhere`
+    name: ClassVar[str]
+    of: _SharedSet
 
     def __init__(self, args: Any = None, **kwargs: Any):
-        if self.model is None:
-            raise ConfigError(f"{type(self).__name__} names no checkpoint: derive a class from it with model = ...")
         self.args = args
-        checked_on_failure(self.on_failure)
-        self.scorer = SharedScorer(self.model, **self.options)
 
     def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
         """Return the reward of each completion."""
-        prompts = [messages[:-1] for messages in columns["messages"]]
-        media = [columns.get(name) or [None] * len(prompts) for name in ("images", "videos")]
-        scores = self.scorer.score_rows(prompts, completions, *media)
-        if world_size() == 1 and not any(isinstance(score, RowError) for score in scores):
-            return [score for score in scores if not isinstance(score, RowError)]
-        groups = _groups(prompts, columns)
-        elsewhere = scores_elsewhere(type(self).__name__, groups, scores, self.here)
-        without_failures(type(self).__name__, scores, groups, self.on_failure, elsewhere)  # says what failed
-        level = _level(numbers(scores), groups, elsewhere)
-        for index in np.flatnonzero(np.isnan(level)):
-            where = f"reward {type(self).__name__}: sample {index}: {getattr(scores[index], 'reason', '')}"
-            raise RewardError(f"{where}; no sample of the batch has a score")
-        return level.tolist()
+        values = self.of.take(self.name, completions, lambda: self.of.rewards_of(completions, columns))
+        return values.tolist()
+
+
+class VlmrmORM(OneOfSetORM):
+    """The raw logit of each completion by a trained model."""
+
+    model: ClassVar[Any] = None  # a checkpoint folder, the address of a service, or a `Scorer`
+    on_failure: ClassVar[str] = "mask"  # or "raise": a completion that cannot be scored ends the run
+    options: ClassVar[dict[str, Any]] = {}  # of any reward, and of `vlm_reward`
+
+    def __init__(self, args: Any = None, **kwargs: Any):
+        super().__init__(args)
+        if self.model is None:
+            raise ConfigError(f"{type(self).__name__} names no checkpoint: derive a class from it with model = ...")
+        self.name = type(self).__name__  # ty: ignore[invalid-attribute-access]
+        self.of = _SharedSet(trained_model(self.model, self.name, self.on_failure, **self.options))
 
 
 def _groups(prompts: Sequence[Any], columns: Mapping[str, Any]) -> list[Hashable]:
@@ -86,58 +73,15 @@ def _groups(prompts: Sequence[Any], columns: Mapping[str, Any]) -> list[Hashable
     ]
 
 
-def _level(own: np.ndarray, groups: list[Hashable], elsewhere: Elsewhere) -> np.ndarray:
-    """Return `own` with NaN as its group's mean, else that of all processes' batch: equal rewards prefer nothing."""
-    settled = with_group_means(own, groups, elsewhere)
-    present = [*own[~np.isnan(own)].tolist(), *(value for _, value in elsewhere)]
-    mean = float(np.mean(sorted(present))) if present else np.nan  # sorted: the same number on each process
-    return np.where(np.isnan(settled), mean, settled)
-
-
-class AsyncVlmrmORM(VlmrmORM):
-    """The same on a thread: ms-swift computes it concurrently with other asynchronous rewards.
-
-    It cannot ask other processes, as no order of the calls is given: a completion that cannot be scored ends the run
-    where its group is not whole here.
-    """
-
-    def __init__(self, args: Any = None, **kwargs: Any):
-        super().__init__(args, **kwargs)
-        # The larger size counts, since a call of evaluation looks like a part of a group of training.
-        sizes = [getattr(args, name, None) for name in ("num_generations", "num_generations_eval")]
-        self.here = max(filter(None, sizes), default=1)
-
-    async def __call__(self, *args: Any, **columns: Any) -> list[float]:  # ty: ignore[incompatible-method-override]
-        return await asyncio.to_thread(super().__call__, *args, **columns)
-
-
-class OneOfSetORM:
-    """One reward of a `RewardSet`; `set_orms` derives the classes.
-
-    A masked reward is the mean of its group, and in a group without any that of the batch. One that no sample of the
-    batch has is NaN, which ms-swift leaves out of its sums and logs.
-    """
-
-    name: ClassVar[str]
-    of: ClassVar[_SharedSet]
-
-    def __init__(self, args: Any = None, **kwargs: Any):
-        self.args = args
-
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float]:
-        """Return the reward of each completion."""
-        values = self.of.take(self.name, completions, lambda: self.of.rewards_of(completions, columns))
-        return values.tolist()
-
-
 class _SharedSet(SharedSet):
     def rewards_of(self, completions: Sequence[Any], columns: dict[str, Any]) -> dict[str, np.ndarray]:
         prompts = [messages[:-1] for messages in columns["messages"]]
-        images = columns.get("images") or [None] * len(prompts)
+        images, videos = (columns.get(name) or [None] * len(prompts) for name in ("images", "videos"))
         groups = _groups(prompts, columns)
-        scored = self.rewards((prompts, completions, images), columns, groups)
-        filled = without_missing(scored.rewards, groups)
-        rewards = {name: _level(it, groups, values_elsewhere(groups, it)) for name, it in filled.items()}
+        scored = self.rewards((prompts, completions, images, videos), columns, groups)
+        level, means = neutral(scored.rewards, groups)
+        # Equal rewards prefer nothing.
+        rewards = {name: np.where(np.isnan(values), means[name], values) for name, values in level.items()}
         for index in np.flatnonzero(np.all([np.isnan(values) for values in rewards.values()], axis=0)):
             reasons = [f"reward {of}: {failures[index]}" for of, failures in scored.failures.items()]
             raise RewardError(f"sample {index} has no reward, nor has any of the batch: {reasons[0]}")

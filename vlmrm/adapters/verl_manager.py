@@ -12,8 +12,8 @@ from typing import Any
 
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase  # ty: ignore[import-not-found]
 
-from vlmrm.adapters.rows import SharedScorer
-from vlmrm.adapters.verl_reward import named, score_one
+from vlmrm.adapters.rows import trained_model
+from vlmrm.adapters.verl_reward import named, scored_with_others
 from vlmrm.formats.rollouts import read_answer, read_verl_prompt
 
 
@@ -23,7 +23,7 @@ class VlmrmRewardManager(RewardManagerBase):
     def __init__(self, config: Any, tokenizer: Any, compute_score: Any, **_: Any):
         super().__init__(config, tokenizer, compute_score)
         reward_kwargs = dict(config.reward.custom_reward_function.reward_kwargs)
-        self.scorer = SharedScorer(reward_kwargs["model"], **reward_kwargs.get("load", {}))
+        self.rewards = trained_model(reward_kwargs["model"], "vlmrm", "raise", **reward_kwargs.get("load", {}))
 
     async def run_single(self, data: Any) -> dict[str, Any]:
         """Return `{"reward_score": raw logit, "reward_extra_info"}` of one sample; of several turns, of the last."""
@@ -33,7 +33,8 @@ class VlmrmRewardManager(RewardManagerBase):
         answer = await self.loop.run_in_executor(None, self._decoded, ids[:length])
         row = item.non_tensor_batch
         with named(row.get("data_source"), row.get("extra_info")):
-            score = await score_one(self.scorer, read_answer(read_verl_prompt(row["raw_prompt"]), answer))
+            conversation = read_answer(read_verl_prompt(row["raw_prompt"]), answer)
+            score = (await scored_with_others(self.rewards, conversation))["score"]
         return {"reward_score": score, "reward_extra_info": {"raw_score": score}}
 
     def _decoded(self, ids: Any) -> str:

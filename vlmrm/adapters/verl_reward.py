@@ -15,20 +15,15 @@ verl scores one sample at a time; samples of concurrent calls are scored togethe
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from vlmrm.adapters.rows import MicroBatcher, SharedScorer
+from vlmrm.adapters.rows import sample_batcher, trained_model
 from vlmrm.conversation import Conversation
-from vlmrm.errors import ConfigError, RewardError, RowError
-from vlmrm.formats.flow_factory import conversation_to_sample, read_sample, sample_to_conversation, write_sample
+from vlmrm.errors import RewardError, RowError
+from vlmrm.formats.flow_factory import read_sample, sample_to_conversation
 from vlmrm.formats.rollouts import read_answer
-from vlmrm.rewards import Rewards, RewardSet, reward_arguments
 from vlmrm.rewards.samples import CONVERTERS
 
 
@@ -48,11 +43,13 @@ async def compute_score(
     Args:
         solution_image: verl-omni's answer, uint8: a picture [C, H, W], or a video [C, F, H, W] or [F, H, W, C].
         model: the folder of a checkpoint, the address of a service, or a `Scorer`.
-        load: keywords of `vlmrm.load_scorer`.
+        load: options of any reward, and of `vlm_reward`.
     """
-    with named(data_source, extra_info):
-        conversation = _conversation(extra_info or {}, solution_str, ground_truth, solution_image)
-        return {"score": await score_one(SharedScorer(model, **(load or {})), conversation)}
+    one = trained_model(model, "vlmrm", "raise", **(load or {}))
+    scored = await compute_rewards(
+        data_source, solution_str, ground_truth, extra_info, rewards=one, solution_image=solution_image
+    )
+    return {"score": scored["score"]}
 
 
 def _conversation(row: Mapping[str, Any], answer: str | None, ground_truth: Any, picture: Any) -> Conversation:
@@ -67,11 +64,6 @@ def _conversation(row: Mapping[str, Any], answer: str | None, ground_truth: Any,
         picture = picture.permute(0, 3, 1, 2) if picture.shape[-1] == 3 else picture.permute(1, 0, 2, 3)
     columns = {"prompt": prompt, "condition_images": row.get("images"), kind: CONVERTERS[kind, False](picture)}
     return sample_to_conversation(read_sample(columns))
-
-
-async def score_one(scorer: SharedScorer, conversation: Conversation) -> float:
-    """Return the raw logit of a conversation, scored with those of concurrent calls."""
-    return await asyncio.wrap_future(scorer.micro_batcher.submit(conversation))
 
 
 @contextmanager
@@ -104,48 +96,10 @@ async def compute_rewards(
     """
     with named(data_source, extra_info):
         conversation = _conversation(extra_info or {}, solution_str, ground_truth, solution_image)
-        batches = await asyncio.to_thread(_set_batches, rewards)  # the first call loads the models
-        return await asyncio.wrap_future(batches.submit(write_sample(conversation_to_sample(conversation))))
+        return await scored_with_others(rewards, conversation)
 
 
-class _SetBatches(MicroBatcher):
-    """A reward set that computes the samples of concurrent calls together, by the `batch_size` of each reward."""
-
-    def __init__(self, config: Any):
-        configured = reward_arguments(config)
-        # One sample's failure must not end the batch of the others.
-        self.rewards = RewardSet(
-            [replace(each, on_failure="mask") if each.on_failure == "raise" else each for each in configured]
-        )
-        self.needed = {each.name for each in configured if each.weight or each.on_failure == "raise"}
-        for reward in self.rewards.rewards:
-            if reward.groupwise:
-                raise ConfigError(f"reward {reward.arguments.name} is of groups, and verl passes one sample alone.")
-        super().__init__(self._each)
-
-    def _each(self, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, float] | RewardError]:
-        names = dict.fromkeys(name for row in rows for name in row if name != "prompt")
-        try:
-            columns = {name: [row.get(name) for row in rows] for name in names}
-            scored = self.rewards(prompt=[row["prompt"] for row in rows], **columns)
-        except RewardError as error:  # the whole call's: alone, each sample has its own
-            return [error] if len(rows) == 1 else [self._each([row])[0] for row in rows]
-        totals = scored.total()
-        return [self._of_sample(scored, index, float(totals[index])) for index in range(len(rows))]
-
-    def _of_sample(self, scored: Rewards, index: int, total: float) -> dict[str, float] | RewardError:
-        rewards = {name: float(values[index]) for name, values in scored.rewards.items()}
-        for name, value in rewards.items():
-            if np.isnan(value) and name in self.needed:
-                return RewardError(f"reward {name}: {scored.failures[name][index]}")
-        return {"score": total, **rewards}
-
-
-def _set_batches(config: Any) -> _SetBatches:
-    """Return the reward set of this process for a configuration; its models are loaded once."""
-    with _lock:
-        return _sets.get(str(config)) or _sets.setdefault(str(config), _SetBatches(config))
-
-
-_lock = threading.Lock()
-_sets: dict[str, _SetBatches] = {}
+async def scored_with_others(rewards: Any, conversation: Conversation) -> dict[str, float]:
+    """Return the rewards of a conversation, computed with those of concurrent calls."""
+    batcher = await asyncio.to_thread(sample_batcher, rewards)  # the first call loads the models
+    return await asyncio.wrap_future(batcher.submit_conversation(conversation))

@@ -50,6 +50,7 @@ class _Rules(Strict, strict=True):
     length_penalty: float = Field(ge=0)
     length_free: int = Field(ge=0)
     deadline: float | None = Field(gt=0)
+    max_missing: float = Field(ge=0, le=1)
 
 
 @dataclass
@@ -81,6 +82,8 @@ class RewardArguments:
         length_free: words without a penalty.
         deadline: seconds that a round waits for an asynchronous reward, from the last sample on; what has not come
             then has failed. Of a judge, synchronous or not, also the seconds of one call.
+        max_missing: share of a round; where more of the samples fail in three rounds in a row, the reward is gone, and
+            the run ends with the first error, whatever `on_failure` says.
 
     Raises:
         ConfigError: naming the reward and the setting.
@@ -102,6 +105,7 @@ class RewardArguments:
     length_penalty: float = 0.0
     length_free: int = 0
     deadline: float | None = None
+    max_missing: float = 0.5
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):

@@ -44,6 +44,7 @@ logger = logging.getLogger("vlmrm")
 
 REST = 10.0  # seconds for which a server that failed is asked last
 HEALTH_TIMEOUT = 5.0
+PAUSE = 1.0  # seconds of patience between two trials
 
 
 class ClientSettings(Strict, strict=True):
@@ -51,6 +52,7 @@ class ClientSettings(Strict, strict=True):
 
     timeout: float | None = Field(None, gt=0)
     retry_attempts: int = Field(3, ge=1)
+    patience: float = Field(0.0, ge=0)
     wait_seconds: float = Field(0.0, ge=0)
 
 
@@ -101,7 +103,8 @@ class RemotePointwiseRewardModel(_Remote, PointwiseRewardModel):
     """A server's reward of each sample; a request has at most `batch_size` of them.
 
     Settings: `server_url`, one address or a list of replicas; `timeout` (60 s) for a request;
-    `retry_attempts` (3), how often all servers are tried; `wait_seconds` (0) until the first must be ready.
+    `retry_attempts` (3), how often all servers are tried; `patience` (0), seconds for which servers that are away are
+    asked again before a call fails, `.inf` until one is back; `wait_seconds` (0) until the first must be ready.
     """
 
     default_timeout = 60.0
@@ -121,7 +124,7 @@ def connected(
 ) -> Endpoints:
     """Return the servers of a reward, one of which is ready; `timeout` is the default."""
     timeout = timeout if settings.timeout is None else settings.timeout
-    servers = Endpoints(urls, timeout=timeout, attempts=settings.retry_attempts, token=token)
+    servers = Endpoints(urls, timeout, settings.retry_attempts, settings.patience, token)
     try:
         servers.wait_until_ready(settings.wait_seconds)
     except RewardError as error:
@@ -167,12 +170,15 @@ class Endpoints:
         urls: their addresses, as of `Server`.
         timeout: seconds for a request.
         attempts: how often all of them are tried, after a wait that grows, or that a server asks for (`Retry-After`).
+        patience: seconds for which all that begins again while none can be reached.
         token: sent as `Authorization: Bearer`.
     """
 
-    def __init__(self, urls: Sequence[str], *, timeout: float, attempts: int, token: str | None = None):
+    def __init__(
+        self, urls: Sequence[str], timeout: float, attempts: int, patience: float = 0.0, token: str | None = None
+    ):
         self.endpoints = [Endpoint(url, timeout, token) for url in urls]
-        self.attempts = attempts
+        self.attempts, self.patience = attempts, patience
         self._calls = itertools.count(1)
 
     def wait_until_ready(self, seconds: float) -> None:
@@ -197,7 +203,19 @@ class Endpoints:
         def paced() -> bool:
             return all(endpoint.circuit.suspects for endpoint in self.endpoints)
 
-        return run(retried(lambda _: self._post_to_any(path, content), attempts=self.attempts, paced=paced))
+        async def asked() -> Any:
+            end = time.monotonic() + self.patience
+            while True:
+                try:
+                    return await retried(
+                        lambda _: self._post_to_any(path, content), attempts=self.attempts, paced=paced
+                    )
+                except (Unavailable, NotAsked):
+                    if time.monotonic() + PAUSE >= end:
+                        raise
+                    await asyncio.sleep(PAUSE)
+
+        return run(asked())
 
     async def _post_to_any(self, path: str, content: Mapping[str, Any]) -> Any:
         tried: dict[Endpoint, RewardError] = {}

@@ -27,6 +27,7 @@ logger = logging.getLogger("vlmrm")
 
 # Errors of a judge, server or picture. Any other is of the reward's own code.
 FAILURES = (RewardError, OSError, TimeoutError)
+GONE = 3  # rounds in a row without a reward, which is then taken to be gone: a server that restarts misses fewer
 ANSWERS = {"completion": "response", "completions": "response"}  # as others name them
 
 
@@ -135,13 +136,15 @@ class Threads:
 class ConfiguredReward:
     """One name of a configuration, with the model that it shares with rewards of the same identity.
 
-    `slots` bounds the concurrent calls of the shared model; `threads` are those of an asynchronous reward.
+    `slots` bounds the concurrent calls of the shared model; `threads` are those of an asynchronous reward;
+    `poor_rounds` are the first errors of the rounds in a row in which more than `max_missing` had no reward.
     """
 
     arguments: RewardArguments
     model: BaseRewardModel
     slots: threading.Semaphore
     threads: Threads | None
+    poor_rounds: list[str] = field(default_factory=list)
 
     @property
     def groupwise(self) -> bool:
@@ -380,7 +383,9 @@ class _PendingReward:
 
     def _settle(self) -> None:
         """Apply `on_failure` to the samples that failed."""
-        failures, arguments = self.result.failures, self.reward.arguments
+        failures, arguments, poor = self.result.failures, self.reward.arguments, self.reward.poor_rounds
+        most = arguments.max_missing * (len(failures) + len(self.result.rewards))
+        poor[:] = [*poor, min(failures.items())[1]] if len(failures) > most else []
         if not failures or self.error is not None:
             return
         if self.raised is not None and not self.result.rewards:  # a mistake in the program, not in a sample
@@ -390,6 +395,12 @@ class _PendingReward:
         summary = f"reward {self.name} failed for {len(failures)} samples, first sample {index}: {reason}"
         if arguments.on_failure == "raise":
             self.error = RewardError(f"{summary}; set on_failure to mask or fallback to go on without")
+            return
+        if len(poor) == GONE:
+            self.error = RewardError(
+                f"reward {self.name} is gone: {GONE} rounds in a row over {arguments.max_missing:.0%} of the samples "
+                f"have none, first because {poor[0]}; raise max_missing to go on without"
+            )
             return
         logger.warning(
             "%s; %s", summary, "masked" if arguments.on_failure == "mask" else "its fallback_reward is taken"

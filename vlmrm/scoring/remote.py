@@ -36,6 +36,7 @@ ROUTE = "/v1/rewards"
 REVISION_HEADER = "X-Vlmrm-Revision"
 UNREACHABLE_S = 30.0  # seconds of retries while no connection is made
 LONGEST_S = 3600.0  # the longest timeout that a service accepts
+CONCURRENCY = 8  # requests at a time
 # A request is sent once it reaches any of these.
 CHUNK_ITEMS = 64
 CHUNK_BYTES = 16 * 2**20
@@ -75,7 +76,7 @@ class AsyncRemoteScorer:
         token: str | None = None,
         timeout: float = 600.0,
         revision: str | None = None,
-        concurrency: int = 8,
+        concurrency: int = CONCURRENCY,
         transport: Any = None,
     ):
         for name, value in {"timeout": timeout, "concurrency": concurrency}.items():

@@ -192,12 +192,38 @@ def test_rewards_of_one_checkpoint_have_one_copy_of_it(tiny_reward_model):
     assert next(raw.model.parameters()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("settings", "answer", "judged"),
+    [
+        ({"drop_thinking": True}, "<think>One or two?</think>\nIt is one.", "It is one."),
+        ({"drop_thinking": True}, "It is one.", "It is one."),
+        ({"answer_tag": "answer"}, "<answer>Two</answer> No: <answer> It is one. </answer>", "It is one."),
+        ({"drop_system": True}, "It is one.", "It is one."),
+    ],
+)
+def test_what_a_policy_says_besides_can_be_dropped(reward, scorer, settings, answer, judged):
+    asked = [turn("system", "Think first."), turn("user", "Which?")]
+
+    [found] = reward(**settings)(prompt=[asked], response=[answer]).rewards["vlm"]
+
+    kept = asked[1:] if "drop_system" in settings else asked
+    assert [found] == pytest.approx(scorer.score_groups([(kept, [judged])])[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"), [({"drop_thinking": True}, "ends inside <think>"), ({"answer_tag": "answer"}, "no <answer>")]
+)
+def test_an_answer_without_its_end_fails(reward, settings, word):
+    scored = reward(on_failure="mask", **settings)(prompt=["Which?"], response=["<think>One or"])
+    assert np.isnan(scored.rewards["vlm"]).all() and word in scored.failures["vlm"][0]
+
+
 def test_settings_that_cannot_work(reward, tiny_reward_model):
     with pytest.raises(ConfigError, match=r"custom_prompt has no \{prompt\} in it"):
         reward(custom_prompt="Judge this")
-    with pytest.raises(ConfigError, match="timeout is of a service, and model_path a folder"):
+    with pytest.raises(ConfigError, match="timeout is of an address, and model_path is a folder"):
         reward(timeout=5.0)
-    with pytest.raises(ConfigError, match="check_sight is of a checkpoint, and model_path an address"):
+    with pytest.raises(ConfigError, match="check_sight is of a folder, and model_path is an address"):
         reward(path="http://host:8080", check_sight=False)
     with pytest.raises(ConfigError, match="transform is normalized, which needs a checkpoint's folder"):
         reward(path="http://host:8080", transform="normalized")

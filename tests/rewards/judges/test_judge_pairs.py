@@ -112,6 +112,17 @@ def test_the_reward_is_the_chance_to_beat_another_of_the_group(server, judge):
     assert output.extra_info["pairs"] == [4] * 5
 
 
+def test_rewards_do_not_depend_on_the_group_s_order(server, judge):
+    server.behave = brighter
+    pictures, order = shades(12), np.random.default_rng(0).permutation(12)
+    asked = judge("pairwise_judge", vlm_model="m", rounds=4)
+
+    given = asked(prompt=["a wall"] * 12, image=pictures).rewards
+    shuffled = asked(prompt=["a wall"] * 12, image=[pictures[index] for index in order]).rewards
+
+    assert shuffled == [given[index] for index in order]
+
+
 def test_a_judge_that_prefers_a_place_says_nothing(server, judge):
     server.behave = lambda *_: completion('{"justification": "the first", "winner": "Image 1"}')
     output = judge("pairwise_judge", vlm_model="m")(prompt=["a wall"] * 4, image=shades(4))

@@ -8,16 +8,19 @@ a text; `system` is their column of that name.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
-from vlmrm.conversation import Conversation
+from vlmrm.conversation import Conversation, Message
 from vlmrm.data.media import messages_key
-from vlmrm.errors import ConfigError, RowError
+from vlmrm.errors import ConfigError, RowError, finite_or_error
 from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate, read_sample, sample_to_conversation
 from vlmrm.libraries import needs
 from vlmrm.rewards.built_in.views import once_each
@@ -30,23 +33,23 @@ from vlmrm.rewards.contract import (
     RewardModelOutput,
     choice,
 )
+from vlmrm.rewards.judges.replies import without_thinking
 from vlmrm.rewards.remote import ClientSettings, connected
-from vlmrm.scoring.loading import is_address, load_local_scorer
-from vlmrm.scoring.remote import ROUTE, read_scores, requests_of
+from vlmrm.scoring.loading import SCORER_OPTIONS, is_address, load_local_scorer
+from vlmrm.scoring.protocol import Scorer
+from vlmrm.scoring.remote import CONCURRENCY, ROUTE, Chunk, read_scores, requests_of
 from vlmrm.scoring.transforms import NORMALIZED, transform_named
-from vlmrm.settings import validate
+from vlmrm.settings import Strict, validate
 
 CLIENT = tuple(ClientSettings.model_fields)
-CHECKS = ("check_sight", "check_files")
+LOCAL = tuple(name for name in SCORER_OPTIONS if name not in ("model", "device", "dtype", "reward"))
 
 
 class _SharedModel:
-    """A loaded scorer with a lock: rewards on several threads may share one."""
+    """A scorer with a lock: rewards on several threads may share one."""
 
-    def __init__(self, path: str, dtype: str, device: str, check_sight: bool, check_files: bool):
-        self.scorer = load_local_scorer(
-            path, dtype=dtype, device=device, check_sight=check_sight, check_files=check_files
-        )
+    def __init__(self, model: str | Scorer, *options: tuple[str, Any]):
+        self.scorer: Any = load_local_scorer(model, **dict(options)) if isinstance(model, str) else model
         self.lock = threading.Lock()
 
     def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
@@ -68,32 +71,80 @@ class _ServedModel:
     def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
         scores: dict[int, float | RowError] = {}
         failures: dict[int, RowError] = {}
-        for request in requests_of([[item] for item in enumerate(conversations)], failures, grouped=False):
-            timeout = self.servers.endpoints[0].timeout
-            answer = self.servers.post(ROUTE, request.content(self.reward, timeout))
-            scores |= zip(request.indices, read_scores(answer, len(request.indices)), strict=True)
+        requests = requests_of([[item] for item in enumerate(conversations)], failures, grouped=False)
+        with ThreadPoolExecutor(CONCURRENCY) as threads:
+            for part in threads.map(self._ask, requests):
+                scores |= part
         scores |= failures
         return [scores[index] for index in range(len(conversations))]
+
+    def _ask(self, request: Chunk) -> dict[int, float | RowError]:
+        answer = self.servers.post(ROUTE, request.content(self.reward, self.servers.endpoints[0].timeout))
+        return dict(zip(request.indices, read_scores(answer, len(request.indices)), strict=True))
+
+
+class PolicySettings(Strict, strict=True):
+    """What a policy says beside its answer, and a model may never have seen in training."""
+
+    drop_system: bool = False
+    drop_thinking: bool = False
+    answer_tag: str | None = Field(None, pattern=r"^\w+$")
+
+    def judged(self, conversation: Conversation) -> Conversation:
+        """Return what is to be scored of a policy's conversation; raise RowError where it has no answer in it."""
+        messages = conversation.messages
+        if self.drop_system and messages[0].role == "system":
+            messages = messages[1:]
+        if self.drop_thinking or self.answer_tag:
+            text = conversation.answer.text
+            if self.drop_thinking:
+                if "<think>" in text and "</think>" not in text:
+                    raise RowError("its answer ends inside <think>: allow for longer answers")
+                text = without_thinking(text).lstrip()
+            if tag := self.answer_tag:
+                if not (tagged := re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)):
+                    raise RowError(f"its answer has no <{tag}>...</{tag}>")
+                text = tagged[-1].strip()
+            messages = (*messages[:-1], Message.of("assistant", text, *conversation.answer.media))
+        return Conversation(messages)
+
+
+POLICY = tuple(PolicySettings.model_fields)
+SHOWN = ("transform", "custom_prompt", "system", *POLICY)
 
 
 class _TrainedReward(BaseRewardModel):
     """The common part: the model, the conversation of a sample, and the transform of the scores.
 
     Settings:
-        model_path (or model_name_or_path): the checkpoint of a reward model, or the address of a service.
+        model_path (or model_name_or_path): the checkpoint of a reward model, the address of a service, or a `Scorer`.
         reward: its name there, where the service has several.
-        timeout, retry_attempts, wait_seconds: of a service, as of `remote_pointwise`.
+        timeout, retry_attempts, patience, wait_seconds: of a service, as of `remote_pointwise`.
         transform: one of `transforms`.
         custom_prompt: words around the prompt, which is at `{prompt}`.
         system: a system message before it.
-        check_sight, check_files: of `load_scorer`.
+        drop_system: leave out the policy's own system turn.
+        drop_thinking: leave out what the answer says before `</think>`.
+        answer_tag: `answer` scores only what is in the answer's last `<answer>...</answer>`.
+        check_sight, max_tokens_per_batch, ...: of a checkpoint, as of `load_scorer`.
     """
 
     required_fields = ("prompt",)
     message_responses = True
     default_dtype = "auto"
-    options = ("model_path", "model_name_or_path", "reward", "transform", "custom_prompt", "system", *CHECKS, *CLIENT)
+    options = (
+        "model_path",
+        "model_name_or_path",
+        "reward",
+        "transform",
+        "custom_prompt",
+        "system",
+        *POLICY,
+        *LOCAL,
+        *CLIENT,
+    )
     transforms: tuple[str, ...]
+    loaded: _SharedModel | _ServedModel
 
     def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
@@ -101,30 +152,33 @@ class _TrainedReward(BaseRewardModel):
         paths = [extra[name] for name in ("model_path", "model_name_or_path") if name in extra]
         if len(paths) != 1:
             raise ConfigError(f"reward {config.name}: give the checkpoint once, as model_path.")
+        where = f"reward {config.name}"
+        self.policy = validate(PolicySettings, {name: extra[name] for name in POLICY if name in extra}, where)
         try:
             self.template = PromptTemplate(extra.get("custom_prompt", PROMPT_SLOT), extra.get("system"))
         except ConfigError as error:
-            raise ConfigError(f"reward {config.name}: {error}") from None
-        path = str(paths[0])
+            raise ConfigError(f"{where}: {error}") from None
+        model = paths[0] if hasattr(paths[0], "score_each") else str(paths[0])
         name = choice(config, "transform", self.transforms[0], self.transforms)
-        self.loaded: _SharedModel | _ServedModel
-        served = is_address(path)
-        for key in CHECKS if served else ("reward", *CLIENT):
-            if key in extra:
-                owner = "a checkpoint, and model_path an address" if served else "a service, and model_path a folder"
-                raise ConfigError(f"reward {config.name}: {key} is of {owner}: leave it out.")
-        if served:
+        kind = "a Scorer" if not isinstance(model, str) else "an address" if is_address(model) else "a folder"
+        for keys, needed in ((LOCAL, "a folder"), (("reward", *CLIENT), "an address")):
+            if kind != needed and (key := next((key for key in keys if key in extra), None)):
+                raise ConfigError(
+                    f"reward {config.name}: {key} is of {needed}, and model_path is {kind}: leave it out."
+                )
+        if kind != "a folder":
             if name == NORMALIZED:
                 raise ConfigError(f"reward {config.name}: transform is {name}, which needs a checkpoint's folder.")
             self.transform = transform_named(name)
-            self.loaded = _ServedModel(config, path)
+            self.loaded = _ServedModel(config, model) if isinstance(model, str) else _SharedModel(model)
             return
         with needs("local", f"the reward {config.name}"):
             from vlmrm.modeling.manifest import read_reward_file
             from vlmrm.modeling.published_weights import shared
-        self.transform = transform_named(name, read_reward_file(path), path)
-        checks = [extra.get(name, True) for name in CHECKS]
-        self.loaded = shared(_SharedModel, path, str(self.dtype).removeprefix("torch."), str(self.device), *checks)
+        self.transform = transform_named(name, read_reward_file(model), model)
+        options = {name: extra[name] for name in LOCAL if name in extra}
+        options |= {"dtype": str(self.dtype).removeprefix("torch."), "device": str(self.device)}
+        self.loaded = shared(_SharedModel, model, *sorted(options.items()))
         self.model = self.loaded.scorer.model
 
     # Without **kwargs, so that no other columns are gathered from other ranks.
@@ -146,12 +200,15 @@ class _TrainedReward(BaseRewardModel):
         for index, values in enumerate(zip(*named.values(), strict=True)):
             try:
                 sample = read_sample(dict(zip(named, values, strict=True)))
-                conversations[index] = sample_to_conversation(sample, self.template)
+                conversations[index] = self.policy.judged(sample_to_conversation(sample, self.template))
             except RowError as error:
                 failures[index] = error.reason
         valid = list(conversations.values())
         outcomes = once_each((messages_key(it.messages) for it in valid), valid, self.loaded.score_each)
         for index, score in zip(conversations, outcomes, strict=True):
+            score = (
+                score if isinstance(score, RowError) else finite_or_error(score)
+            )  # a user's own scorer may give NaN
             if isinstance(score, RowError):
                 failures[index] = score.reason
             else:
@@ -199,13 +256,13 @@ class VlmRewardEnsemble(PointwiseRewardModel):
     Settings:
         model_paths: the checkpoints, at least two.
         combine: `mean` (default) or `min`.
-        transform, custom_prompt, system, check_sight, check_files: of each model, as of `vlm_reward`.
+        transform, custom_prompt, system, check_sight, ...: of each model, as of `vlm_reward`.
     """
 
     required_fields = VlmReward.required_fields
     message_responses = True
     default_dtype = VlmReward.default_dtype
-    options = ("model_paths", "combine", "transform", "custom_prompt", "system", *CHECKS)
+    options = ("model_paths", "combine", *SHOWN, *LOCAL)
 
     def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)

@@ -74,15 +74,33 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
         video: list[list[Image.Image]] | None = None,
         condition_images: list[list[Image.Image]] | None = None,
     ) -> RewardModelOutput:
-        group = _Group(judge_samples(prompt, image, video, condition_images), self)
-        credits = play(len(group.samples), self.settings.rounds, group.compare)
-        values = strengths(len(group.samples), credits)
-        met = [sum(index in pair for pair in credits) for index in range(len(group.samples))]
-        failures = {index: group.reason(index) for index, count in enumerate(met) if not count}
-        rewards = [math.nan if index in failures else rate for index, rate in enumerate(win_rates(values).tolist())]
-        consistent = [group.consistent(index) for index in range(len(group.samples))]
-        info = {"strength": values.tolist(), "pairs": met, "consistent": consistent}
-        return RewardModelOutput(rewards, info, failures)
+        samples = judge_samples(prompt, image, video, condition_images)
+        # In an order of their own, so that who meets whom does not depend on that of the group.
+        order = sorted(range(len(samples)), key=lambda index: (self._key(samples[index]), index))
+        group = _Group([samples[index] for index in order], self)
+        credits = play(len(samples), self.settings.rounds, group.compare)
+        values = strengths(len(samples), credits)
+        met = [sum(place in pair for pair in credits) for place in range(len(samples))]
+        rates = win_rates(values).tolist()
+        failures = {index: group.reason(place) for place, index in enumerate(order) if not met[place]}
+        rows = {
+            index: (
+                math.nan if index in failures else rates[place],
+                values[place],
+                met[place],
+                group.consistent(place),
+            )
+            for place, index in enumerate(order)
+        }
+        rewards, strength, pairs, consistent = zip(*(rows[index] for index in range(len(samples))), strict=True)
+        info = {"strength": [float(it) for it in strength], "pairs": list(pairs), "consistent": list(consistent)}
+        return RewardModelOutput(list(rewards), info, failures)
+
+    def _key(self, sample: JudgeSample) -> str:
+        try:
+            return self.question(sample, sample).key
+        except (MediaError, RewardError):
+            return ""
 
     def question(self, first: JudgeSample, second: JudgeSample) -> Question:
         """Return the question which of two samples is better; raise RewardError when one of them has no picture."""
