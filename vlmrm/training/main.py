@@ -342,12 +342,12 @@ def build_trainer(make: Callable[..., Any], **arguments: Any) -> Any:
 
 def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval_dataset: Any) -> None:
     """Read a sample of the rows, and refuse data of which none or too little can be used."""
-    from vlmrm.training.survey import can_evaluate, can_train, check_survey, few_prompts, shared_prompts, survey
+    from vlmrm.training.survey import check_survey, few_prompts, shared_prompts, survey
 
     data_args, args = arguments.data, arguments.training
     collator = survey_collator(arguments, processor)
-    rows = survey(train_dataset, collator, can_train, data_args.split_seed)
-    check_survey(rows, "dataset_path", args.max_dropped_share, "weighs anything")
+    rows = survey(train_dataset, collator, data_args.split_seed)
+    check_survey(rows, "dataset_path", args.max_dropped_share)
     for remark in rows.remarks(args.use_irrelevant_queries):
         logger.warning(remark)
     size = args.train_batch_size * args.world_size
@@ -359,8 +359,8 @@ def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval
     if eval_dataset is None or args.eval_strategy == "no":
         return
     key = "eval_dataset_path" if data_args.eval_dataset_path else f"eval_fraction {data_args.eval_fraction}"
-    held_out = survey(eval_dataset, collator, can_evaluate, data_args.split_seed)
-    check_survey(held_out, key, args.max_dropped_share, "has a preference")
+    held_out = survey(eval_dataset, collator, data_args.split_seed, trains=False)
+    check_survey(held_out, key, args.max_dropped_share)
     if remark := few_prompts(held_out):
         logger.warning(remark)
     if data_args.eval_dataset_path and (both := shared_prompts(rows, held_out)):
