@@ -145,7 +145,7 @@ def init(
         columns: Columns that have other names in the data, as NAME=COLUMN (images=file_name prompt=query).
         image_root: Folder of relative image paths. Default: the folder of the file that names them.
     """
-    from vlmrm.commands.init import init_command
+    from vlmrm.commands.plan import init_command
     from vlmrm.data.arguments import DataArguments
 
     reading = DataArguments([*data], columns=parse_columns(columns), image_root=image_root, bad_rows="skip")
