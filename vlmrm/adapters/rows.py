@@ -21,8 +21,7 @@ import numpy as np
 from PIL import Image
 
 from vlmrm.conversation import Conversation
-from vlmrm.data.media import media_key
-from vlmrm.data.media_round import media_round
+from vlmrm.data.media import media_key, media_round
 from vlmrm.errors import ConfigError, MediaError, RewardError, RowError, finite_or_error
 from vlmrm.formats.flow_factory import conversation_to_sample, write_sample
 from vlmrm.formats.rollouts import read_answer, zip_columns

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmrm.data.media_round import RoundMedia, media_round
+from vlmrm.data.media import RoundMedia, media_round
 from vlmrm.errors import Denied, RewardError
 from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, Processes, RewardArguments
 from vlmrm.rewards.outcome import AuditLog, Rewards

@@ -13,8 +13,7 @@ import numpy as np
 from PIL import Image
 
 from vlmrm.conversation import media_of, text_of
-from vlmrm.data.media import open_image
-from vlmrm.data.media_round import RoundMedia, media_round, once
+from vlmrm.data.media import RoundMedia, media_round, once, open_image
 from vlmrm.errors import MediaError, RewardError, RowError
 from vlmrm.formats.openai import read_messages, read_reference
 from vlmrm.rewards.contract import BaseRewardModel, RewardArguments, RewardModelOutput

@@ -16,7 +16,7 @@ from vlmrm.batching.caches import ByteCache, MediaCache, PrefixCache
 from vlmrm.batching.media import BLANK_SIDE
 from vlmrm.conversation import Conversation, Image, Message, Reference
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.media_round import media_round
+from vlmrm.data.media import media_round
 from vlmrm.engine import Engine, rendered_each
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_conversation
