@@ -313,7 +313,7 @@ def test_input_that_is_no_table_of_answers_is_refused_at_once(tmp_path):
     with pytest.raises(DataError, match="does not exist"):
         open_rows([str(tmp_path / "absent.jsonl")])
     (tmp_path / "cut.jsonl").write_text('{"prompt": "?", "resp')
-    with pytest.raises(DataError, match=r"cut\.jsonl is not valid json: line 1"):
+    with pytest.raises(DataError, match=r"cut\.jsonl: line 1 is not valid json"):
         open_rows([str(tmp_path / "cut.jsonl")], streaming=True)
 
 
