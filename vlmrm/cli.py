@@ -238,20 +238,10 @@ def import_(
         revision: Branch, tag or commit of a hub model.
         trust_remote_code: Run the code of the model's own repository.
     """
+    options = {name: value for name, value in locals().items() if name not in ("source", "output")}
     from vlmrm.modeling import import_reward
 
-    made = import_reward(
-        source,
-        output,
-        layout=layout,
-        base=base,
-        output_name=output_name,
-        template=template,
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
+    made = import_reward(source, output, **options)
     say(f"imported {source} into {output}: {made.layout}, output {made.output_name}")
 
 
