@@ -9,7 +9,6 @@ from itertools import combinations
 from statistics import fmean
 
 import numpy as np
-from PIL import Image
 from pydantic import Field
 
 from vlmrm.errors import MediaError, RewardError
@@ -26,7 +25,6 @@ from vlmrm.rewards.judges.judge import (
     fence,
     image_part,
     json_reply,
-    judge_samples,
     shown_frames,
     text_part,
 )
@@ -67,14 +65,8 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
     settings: PairwiseSettings
     shown = ("first", "second")
 
-    def __call__(  # ty: ignore[incompatible-method-override]
-        self,
-        prompt: list[str],
-        image: list[Image.Image] | None = None,
-        video: list[list[Image.Image]] | None = None,
-        condition_images: list[list[Image.Image]] | None = None,
-    ) -> RewardModelOutput:
-        group = _Group(judge_samples(prompt, image, video, condition_images), self)
+    def judged(self, samples: Sequence[JudgeSample]) -> RewardModelOutput:
+        group = _Group(samples, self)
         credits = play(len(group.samples), self.settings.rounds, group.compare)
         values = strengths(len(group.samples), credits)
         met = [sum(index in pair for pair in credits) for index in range(len(group.samples))]
