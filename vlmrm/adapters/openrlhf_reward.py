@@ -33,9 +33,7 @@ class Unscored(BaseException):
 class OpenRLHFReward:
     """Reward samples: `rewards` are raw logits, and `scores`, for dynamic filtering, are σ of them.
 
-    Args:
-        name: the reward in messages.
-        model, options: as of `SharedScorer`.
+    `model` and `options` are those of `SharedScorer`; messages call the reward `name`.
     """
 
     def __init__(self, model: str | Path | Scorer, *, name: str = "vlmrm", **options: Any):

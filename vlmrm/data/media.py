@@ -35,7 +35,6 @@ from vlmrm.errors import MediaError
 if TYPE_CHECKING:
     import torch
 
-
 logger = logging.getLogger("vlmrm")
 
 Result = TypeVar("Result")
@@ -180,9 +179,8 @@ def open_video(
     video's own `fps`, `min_frames`, `max_frames` or `nframes` take precedence. A list of frames is used in full; its
     `sample_fps` (default 2) is their rate. Frames are resized to qwen-vl-utils' limits for videos.
 
-    Returns:
-        uint8 frames [T, 3, H, W], T even, and the metadata `fps`, `frames_indices`, `total_num_frames` that the
-        processor's `video_metadata` takes.
+    The frames are uint8 [T, 3, H, W], T even; the metadata are `fps`, `frames_indices` and `total_num_frames`, as the
+    processor's `video_metadata` takes them.
     """
     reference, options = video.reference, video.options.as_dict()
     if isinstance(reference, tuple):
@@ -320,11 +318,8 @@ def _read_video(reference: Any, options: dict[str, Any]) -> tuple[_Frames, dict[
 def video_pixels(data: bytes, options: Mapping[str, Any], frame_pixels: int = 0) -> int:
     """Return an upper bound of the pixels in memory while a video file is read, from its headers and packets.
 
-    A frame is resized as it is decoded, so at most two are in memory at full size.
-
-    Args:
-        options: of the video; with any that sets the number of frames, all count, otherwise 2 per second.
-        frame_pixels: pixels of a resized frame, if the options set them.
+    A frame is resized as it is decoded, so at most two are in memory at full size; `frame_pixels` are those of a
+    resized one, if the options set them. With any option that sets the number of frames all count, else 2 a second.
     """
     import av
 
@@ -415,15 +410,11 @@ def media_name(reference: Any) -> str:
 
 @dataclass(frozen=True)
 class PathRules:
-    """Resolves the references of a row for `open_image` and `open_video`: paths, and base64, which becomes a data URI.
+    """Resolves the references of a row for `open_image` and `open_video`; base64 becomes a data URI."""
 
-    Relative paths start from `folder`. With a `root`, paths outside of it are errors. `rewrites` are (old prefix, new
-    prefix) pairs, of which the first match is applied.
-    """
-
-    folder: str
-    root: str | None = None
-    rewrites: tuple[tuple[str, str], ...] = ()
+    folder: str  # from which relative paths start
+    root: str | None = None  # paths outside of it are errors
+    rewrites: tuple[tuple[str, str], ...] = ()  # old and new prefixes, of which the first match is applied
 
     def __call__(self, reference: Any) -> Any:
         if isinstance(reference, (str, os.PathLike)):

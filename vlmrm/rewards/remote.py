@@ -163,11 +163,7 @@ def _beginning(answer: Any) -> str:
 class Endpoints:
     """Replicas of one server: each request goes to the least busy one, and to the next where one fails.
 
-    Args:
-        urls: their addresses, as of `Server`.
-        timeout: seconds for a request.
-        attempts: how often all of them are tried, after a wait that grows, or that a server asks for (`Retry-After`).
-        token: sent as `Authorization: Bearer`.
+    All of them are tried `attempts` times, after a wait that grows, or that a server asks for (`Retry-After`).
     """
 
     def __init__(self, urls: Sequence[str], *, timeout: float, attempts: int, token: str | None = None):

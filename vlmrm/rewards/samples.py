@@ -181,9 +181,7 @@ def _shaped(model: BaseRewardModel, result: CallResult, samples: Samples) -> Cal
 def shaped(arguments: RewardArguments, reward: float, details: Mapping[str, Any], response: Any) -> float:
     """Return a sample's reward as the run gets it.
 
-    Args:
-        details: the model's, of which `uncertainty_penalty` reads `std`, or `log_sigma`, its logarithm.
-        response: the answer, of which `length_penalty` counts the words.
+    Of the model's `details`, `uncertainty_penalty` reads `std`, or `log_sigma`, its logarithm.
     """
     if arguments.valid is not None and not arguments.valid[0] <= reward <= arguments.valid[1]:
         low, high = arguments.valid

@@ -30,25 +30,20 @@ LOOKED = 10_000  # rows whose prompts and margins are read, and that are compare
 
 @dataclass
 class Survey:
-    """What the rows of a data set hold; `rows` are all of them, None of a stream.
+    """What the rows of a data set hold: all that were looked at, and a sample that was rendered."""
 
-    Of each row of the sample that can be used: `tokens` of all its conversations, images included. Of each row that
-    was `looked` at: the key of its prompt in `prompts`, and if it `trains`, its margins, and whether it contradicts an
-    earlier one.
-    """
-
-    rows: int | None
-    trains: bool
+    rows: int | None  # all of them; None of a stream
+    trains: bool  # else it evaluates, and rows are not compared with each other
     sampled: int = 0
     useful: int = 0  # can be used, and have a pair that trains (or that an evaluation counts)
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # of all conversations of a row that can be used, images included
     positions: list[int] = field(default_factory=list)  # in the data set, of the rows with `tokens`
     images: int = 0
     videos: int = 0
     pairs: int = 0
     reasons: Counter[str] = field(default_factory=Counter)  # why rows are left out
     last_reason: str = ""
-    prompts: list[str] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)  # the keys of those of all rows looked at
     margins: list[float] = field(default_factory=list)
     contradictions: int = 0
     repeats: Repeats = field(default_factory=Repeats)
@@ -101,11 +96,7 @@ class Survey:
         return bool(pair_weights(pairs).sum() > 0 if self.trains else (~pairs["tie"]).any())
 
     def remarks(self, irrelevant: bool) -> Iterator[str]:
-        """Yield what is odd about margins and contradictions.
-
-        Args:
-            irrelevant: whether answers train under other prompts: all rows without an unrelated pair are refused.
-        """
+        """Yield what is odd; where answers train under `irrelevant` prompts, refuse rows of which none has any."""
         if irrelevant and not self.unrelated:
             reason = (
                 f"use_irrelevant_queries does nothing: no two of {self.looked:,} rows have prompts of different "
