@@ -27,7 +27,7 @@ from vlmrm.training import memory
 from vlmrm.training.arguments import RunArguments
 from vlmrm.training.main import survey_collator
 from vlmrm.training.memory import Memory, estimate_memory
-from vlmrm.training.survey import can_train, survey
+from vlmrm.training.survey import survey
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "training_configs"
@@ -107,7 +107,7 @@ def traced(keys: dict[str, Any], model: str, ranks: int, batch: dict[str, Any], 
         run = RunArguments.parse(words, "docs/memory.py")
         processor = load_processor(path)
         dataset = load_train_and_eval(run.data)[0]
-        rows = survey(dataset, survey_collator(run, processor), can_train, 0)
+        rows = survey(dataset, survey_collator(run, processor), 0)
         assert not rows.dropped, rows.last_reason
         return estimate_memory(run, ranks, processor, dataset, rows)
 

@@ -145,7 +145,7 @@ def init(
         columns: Columns that have other names in the data, as NAME=COLUMN (images=file_name prompt=query).
         image_root: Folder of relative image paths. Default: the folder of the file that names them.
     """
-    from vlmrm.commands.init import init_command
+    from vlmrm.commands.plan import init_command
     from vlmrm.data.arguments import DataArguments
 
     reading = DataArguments([*data], columns=parse_columns(columns), image_root=image_root, bad_rows="skip")
@@ -238,20 +238,10 @@ def import_(
         revision: Branch, tag or commit of a hub model.
         trust_remote_code: Run the code of the model's own repository.
     """
+    options = {name: value for name, value in locals().items() if name not in ("source", "output")}
     from vlmrm.modeling import import_reward
 
-    made = import_reward(
-        source,
-        output,
-        layout=layout,
-        base=base,
-        output_name=output_name,
-        template=template,
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
+    made = import_reward(source, output, **options)
     say(f"imported {source} into {output}: {made.layout}, output {made.output_name}")
 
 

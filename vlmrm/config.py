@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 TYPE_NAMES = {"int": "a whole number", "float": "a number", "string_to_bool": "true or false"}
 
-
 ILL_TYPED = re.compile(r"argument ([^/:]+)\S*: invalid (\w+) value: (.*)", re.DOTALL)  # argparse's words
 
 Kinds = Mapping[str, Set[Any]]  # of each key, the types that it takes
@@ -97,12 +96,7 @@ def _split(config: Configuration) -> tuple[Mapping[str, Any], Path | None, list[
 
 
 def read(parser: argparse.ArgumentParser, config: Configuration, kinds: Kinds) -> dict[str, Any]:
-    """Return the keys of a configuration with their values, for `parse`.
-
-    Args:
-        parser: has the keys of the dataclasses, and no defaults.
-        kinds: what each key takes, as `kinds_of` its type.
-    """
+    """Return the keys of a configuration with their values, for `parse`; the `parser` of the keys has no defaults."""
     values, environment, words = _read(config, {}, parser, kinds)
     os.environ.update({name: str(value) for name, value in environment.items()})
     written, unknown = parser.parse_known_args(words)

@@ -252,23 +252,15 @@ class Judgement:
 
     >>> Judgement((0, 1), (1.0, 0.0)).pairs()
     [Pair(chosen=0, rejected=1, tie=False)]
-
-    Args:
-        answers: indices of the judged answers.
-        values: one for each of them.
-        kind: only the order of the values of a `preference` means something; of a `rating`, the differences too.
-        margin: by how much the better was preferred, in log-odds; the loss subtracts it from the score difference.
-        weight: weight of the judgement in the loss and in means.
-        dimension, rater: the criterion and the person; None where the data do not say.
     """
 
-    answers: tuple[int, ...]
-    values: tuple[float, ...]
-    kind: Literal["preference", "rating"] = "preference"
-    margin: float | None = None
-    weight: float = 1.0
-    dimension: str | None = None
-    rater: str | None = None
+    answers: tuple[int, ...]  # indices of the judged ones
+    values: tuple[float, ...]  # one for each of them
+    kind: Literal["preference", "rating"] = "preference"  # only of a rating, differences of values mean something
+    margin: float | None = None  # by how much the better was preferred, in log-odds: the loss subtracts it
+    weight: float = 1.0  # in the loss and in means
+    dimension: str | None = None  # the criterion, where the data say it
+    rater: str | None = None  # the person, where the data say it
 
     def __post_init__(self):
         object.__setattr__(self, "answers", tuple(self.answers))
@@ -300,20 +292,14 @@ class Comparison:
     >>> answers = (Message.of("assistant", "4"),), (Message.of("assistant", "5"),)
     >>> Comparison("sum", (question,), answers, (Judgement((0, 1), (1, 0)),)).conversations()[0].answer.text
     '4'
-
-    Args:
-        prompt: the messages that all answers share; empty if they differ from the first (another image, say).
-        answers: the messages after the prompt, one or more for each answer.
-        judgements: empty when the answers are only to be scored.
-        category: groups results, as do `columns`, the remaining scalar columns of the row.
     """
 
     id: str
-    prompt: Messages
-    answers: tuple[Messages, ...]
-    judgements: tuple[Judgement, ...] = ()
-    category: str | None = None
-    columns: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    prompt: Messages  # that all answers share; empty if they differ from the first message (another image, say)
+    answers: tuple[Messages, ...]  # the messages after the prompt, one or more for each answer
+    judgements: tuple[Judgement, ...] = ()  # empty when the answers are only to be scored
+    category: str | None = None  # groups results, as do `columns`
+    columns: Mapping[str, str | int | float | bool] = field(default_factory=dict)  # the remaining scalars of the row
 
     def __post_init__(self):
         object.__setattr__(self, "prompt", tuple(self.prompt))
@@ -371,18 +357,13 @@ class Sample:
 
     >>> Sample("a cat", image="cat.png").image
     'cat.png'
-
-    Args:
-        prompt: a text, or messages that the columns cannot express.
-        response: the answer of a text policy; without it, `image` or `video` is the answer.
-        condition_images, condition_videos: media of the prompt.
     """
 
-    prompt: str | Messages
-    response: str | Messages | None = None
+    prompt: str | Messages  # a text, or messages that the columns cannot express
+    response: str | Messages | None = None  # of a text policy; without it, `image` or `video` is the answer
     image: Reference | None = None
     video: Reference | tuple[Reference, ...] | None = None
-    condition_images: tuple[Reference, ...] = ()
+    condition_images: tuple[Reference, ...] = ()  # of the prompt
     condition_videos: tuple[Reference | tuple[Reference, ...], ...] = ()
 
 
@@ -392,16 +373,12 @@ class Outcome:
 
     >>> Outcome(0.5, extra={"score": 7}).score
     0.5
-
-    Args:
-        extra: further output of the reward.
-        decode_seconds: time that a service took to decode latents.
     """
 
     score: float | None = None
     error: str | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    decode_seconds: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further output of the reward
+    decode_seconds: float = 0.0  # that a service took to decode latents
 
     def __post_init__(self):
         if (self.score is None) == (self.error is None):

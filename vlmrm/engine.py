@@ -41,18 +41,12 @@ class ScoredRow:
 
 @dataclass
 class Engine:
-    """A reward model with the collator of its inputs. A score does not depend on the rest of its batch.
+    """A reward model with the collator of its inputs. A score does not depend on the rest of its batch."""
 
-    Args:
-        model: returns `logits` [N, 1] for a batcher's inputs; in distributed training the wrapped model.
-        device: device of the inputs; by default the model's.
-        prefixes: what the model keeps of prompts between calls; scores that need a gradient do without.
-    """
-
-    model: Any
+    model: Any  # returns `logits` [N, 1] for a batcher's inputs; in distributed training the wrapped model
     collator: ComparisonCollator
-    device: torch.device | None = None
-    prefixes: PrefixCache | None = None
+    device: torch.device | None = None  # of the inputs; by default the model's
+    prefixes: PrefixCache | None = None  # kept between calls; scores that need a gradient do without
 
     @property
     def interventions(self) -> Mapping[str, Any]:
@@ -98,16 +92,12 @@ class Engine:
 
         The rows of a batch are sorted by index; those that the collator drops have an error.
         """
-        for batch in self.batches(dataset, batch_size=batch_size, num_workers=num_workers):
-            yield from self.score_batch(batch)
-
-    def batches(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[Batch]:
-        """Yield the collated batches of a data set."""
         # Two workers would both read a stream from its start.
         workers = min(num_workers, 1) if isinstance(dataset, IterableDataset) else num_workers
         loader = DataLoader(dataset, batch_size=batch_size, collate_fn=self.collator, num_workers=workers)
         with plain_worker_errors():
-            yield from loader
+            for batch in loader:
+                yield from self.score_batch(batch)
 
     def scores(self, part: Part) -> torch.Tensor:
         """Return the raw logits [N], float32, of a part of a batch, differentiable as `forward`."""

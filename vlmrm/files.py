@@ -80,12 +80,9 @@ def visible_files(folder: Path) -> list[Path]:
 def atomic_write(path: Path, *, durable: bool = True, exclusive: bool = False) -> Generator[Path]:
     """Yield a temporary file to write; at the end it replaces `path`, so readers see the old file or the new one.
 
-    Any number of processes may do so at once. A killed process leaves a file `.*.tmp`; it is safe to delete.
-
-    Args:
-        durable: flush content and name to the disk, so that they survive a crash of the machine. Caches do without:
-            they detect and rebuild broken files.
-        exclusive: keep an existing `path`, even one that another process creates meanwhile, and drop the new file.
+    Any number of processes may do so at once. A killed process leaves a file `.*.tmp`; it is safe to delete. What is
+    `durable` survives a crash of the machine; caches do without, and rebuild broken files. With `exclusive` a `path`
+    that exists is kept, even one that another process creates meanwhile.
     """
     temporary = path.with_name(f".{uuid4().hex}.tmp")
     try:
@@ -119,10 +116,7 @@ def exclusive_lock(lock: Path, refusal: str, *, wait: float = 0.0) -> Generator[
     """Hold the file `lock` exclusively among processes, until the context ends or the process dies.
 
     The operating system holds the lock; the file itself stays and means nothing. A file system without locks is
-    warned of, and used without one.
-
-    Args:
-        refusal: message of the error if another process still holds the lock after `wait` seconds.
+    warned of, and used without one. If another process holds it after `wait` seconds, `refusal` is the error.
     """
     make_folder(lock.parent)
     held: Any = FileLock(lock, timeout=wait)

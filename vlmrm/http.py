@@ -65,13 +65,8 @@ class Refused(RewardError):
 class Server:
     """A server at `http://[user:password@]host:port[/path]`, and the connections to it of each process.
 
-    Messages use `name`, the address without its credentials.
-
-    Args:
-        setting: name of the setting that holds the address, for messages.
-        token: sent as `Authorization: Bearer`, instead of the address's credentials.
-        connections: calls at a time.
-        transport: of httpx2, for tests.
+    Messages use `name`, the address without its credentials, and `setting`, which holds it. A `token` is sent as
+    `Authorization: Bearer`, instead of those credentials. `connections` bounds the calls at a time.
     """
 
     def __init__(
@@ -83,7 +78,8 @@ class Server:
         connections: int = CONNECTIONS,
         transport: Any = None,
     ):
-        httpx = import_httpx()
+        import httpx2 as httpx  # which takes a while
+
         try:
             address = httpx.URL(url)
         except (httpx.InvalidURL, TypeError):
@@ -95,7 +91,7 @@ class Server:
         self.name = str(bare).rstrip("/")
         self.origin = str(bare.copy_with(path="/"))
         self._clients: dict[int, Any] = {}
-        self._options = {
+        self._options: dict[str, Any] = {
             "base_url": bare,
             "headers": {"Authorization": f"Bearer {token}"} if token else {},
             "auth": (address.username, address.password) if address.userinfo and not token else None,
@@ -110,9 +106,11 @@ class Server:
     @property
     def client(self) -> Any:
         """Return this process's httpx2.AsyncClient: a fork has none of its parent's connections."""
+        import httpx2 as httpx
+
         process = os.getpid()
         if process not in self._clients:
-            self._clients = {process: import_httpx().AsyncClient(**self._options)}
+            self._clients = {process: httpx.AsyncClient(**self._options)}
         return self._clients[process]
 
     async def aclose(self) -> None:
@@ -129,7 +127,9 @@ class Server:
             Unreachable: without a connection, or with a broken one.
             Overdue: after `seconds`; or what `late` says.
         """
-        httpx, where = import_httpx(), f"{self.name}{path}"
+        import httpx2 as httpx
+
+        where = f"{self.name}{path}"
         timeout = httpx.Timeout(seconds, connect=min(0.9 * seconds, CONNECT_TIMEOUT), pool=None)
         try:
             async with asyncio.timeout(seconds):  # httpx2's own is of the next byte
@@ -153,14 +153,9 @@ async def retried(
 ) -> Result:
     """Return what `send` returns; it is told the seconds left, and called again while it raises `Unavailable`.
 
-    Args:
-        attempts: calls at most.
-        seconds: of all calls; while no connection is made, `unreachable` where that is less.
-        longest: a server that asks for a longer wait is not asked again.
-        paced: returns whether a breaker makes the calls of a server that is down wait.
-
-    Raises:
-        Unavailable: the last one, with the number of calls.
+    All calls, `attempts` at most, have `seconds`; while no connection is made, `unreachable` where that is less. A
+    server that asks for a wait over `longest` is not asked again. `paced` returns whether a breaker makes the calls of
+    a server that is down wait. The last error is raised with the number of calls.
     """
     import stamina
 
@@ -263,13 +258,6 @@ def check_status(response: Any, retried: Collection[int] = RETRIED_STATUSES) -> 
     if status in retried:
         raise Unavailable(reason, retry_after(response.headers.get("Retry-After")), busy=status == 429)
     raise (Refused if status in REFUSED_STATUSES else Denied if status in DENIED_STATUSES else RewardError)(reason)
-
-
-def import_httpx() -> Any:
-    """Return the module httpx2, which takes a while to import."""
-    import httpx2
-
-    return httpx2
 
 
 def retry_after(header: str | None) -> float | None:

@@ -49,11 +49,9 @@ ROBOTS, ROBOTS_FOLDER = "vlmrm-robots", "packages/robots"  # the distribution ne
 
 @contextmanager
 def needs(extra: str, purpose: str, *packages: str) -> Generator[None]:
-    """Say what to install where a package of the extras is missing; around a block that imports, or a function.
+    """Say what to install for a `purpose`, such as `training`; around a block that imports, or a function.
 
-    Args:
-        purpose: the subject of the sentence, such as `training`.
-        packages: looked for at once, because they are imported late.
+    The `packages` are looked for at once, because they are imported late.
     """
     for package in packages:
         if find_spec(package) is None:
@@ -109,7 +107,6 @@ def _origin(distribution: str) -> dict[str, Any]:
 # Without the check, a version of a library that renamed a method would silently never call our override of it.
 # `pyproject.toml` bounds these libraries from above.
 
-
 RELIED_ON: dict[str, set[str]] = {}  # names by library, of the modules imported so far
 
 
@@ -152,7 +149,6 @@ def _names_in(value: Any) -> Iterator[str]:
 
 
 # Devices and dtypes by name.
-
 
 HUB_SECONDS = 9.0  # in which the hub must answer
 SHORT_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

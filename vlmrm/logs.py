@@ -87,11 +87,7 @@ class _Terminal(logging.StreamHandler):
 
 
 class Pace:
-    """How far a pass of `total` rows or steps has come, and how long the rest will take.
-
-    Args:
-        since: rows or steps that were done before this pass, such as those of a resumed run.
-    """
+    """How far a pass of `total` rows or steps has come, `since` of them before it, and how long the rest will take."""
 
     def __init__(self, total: int | None, since: int = 0):
         self._total, self._since = total, since

@@ -51,17 +51,14 @@ PRIVATE_USE = range(0xF0000, 0x10FFFE)  # characters to which Unicode assigns no
 
 @dataclass(frozen=True)
 class ProcessedMedia:
-    """An image or video as the model's input.
-
-    `tensors` are the processor's outputs for it alone (`pixel_values` [patches, dim], `image_grid_thw` [1, 3], ...);
-    `replacement` is the text that represents it in the rendered conversation, and `ids` are its tokens.
-    """
+    """An image or video as the model's input."""
 
     key: str
     kind: str
+    # The processor's outputs for it alone: `pixel_values` [patches, dim], `image_grid_thw` [1, 3], ...
     tensors: dict[str, torch.Tensor]
-    replacement: str
-    ids: Sequence[int]
+    replacement: str  # the text that represents it in the rendered conversation
+    ids: Sequence[int]  # the tokens of that
 
     @property
     def encoded_as(self) -> str:
@@ -78,16 +75,13 @@ class ProcessedMedia:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as tokens, with its media in reading order.
-
-    `type_ids` marks each token as text 0, image 1 or video 2 (`mm_token_type_ids`); without it Qwen's models silently
-    fall back to one-dimensional positions. `prompt` is the number of tokens before the answer; 0 where nobody asked.
-    """
+    """A conversation as tokens, with its media in reading order."""
 
     input_ids: list[int]
+    # `mm_token_type_ids`: text 0, image 1, video 2. Without it Qwen's models silently have one-dimensional positions.
     type_ids: list[int]
     media: tuple[ProcessedMedia, ...] = ()
-    prompt: int = 0
+    prompt: int = 0  # the number of tokens before the answer; 0 where nobody asked
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -109,21 +103,14 @@ class MediaLimits:
 
 @dataclass
 class Renderer:
-    """Renders conversations with one processor. Safe to send to DataLoader workers.
-
-    Args:
-        store: where processed media are kept beyond the caller's own cache.
-        written: control tokens that texts may contain, for a model that was trained on such texts.
-        by_content: name the media by what is in their files, not by their paths, for stores that outlive the files.
-        variables: of the chat template, for a model that was trained with others than its processor's.
-    """
+    """Renders conversations with one processor. Safe to send to DataLoader workers."""
 
     processor: Any
     limits: MediaLimits = field(default_factory=MediaLimits)
-    store: Store | None = None
-    written: Sequence[str] = ()
-    by_content: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    store: Store | None = None  # where processed media are kept beyond the caller's own cache
+    written: Sequence[str] = ()  # control tokens that texts may contain, of a model that was trained on such texts
+    by_content: bool = False  # name media by what is in their files, not by their paths, for stores that outlive these
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, where the training had others
 
     def __post_init__(self):
         if not getattr(self.processor, "chat_template", None):
@@ -213,18 +200,8 @@ class Renderer:
         return processor._merge_kwargs(processor.valid_processor_kwargs, self.tokenizer.init_kwargs)
 
     def _image_size(self) -> dict[str, Any]:
-        if self.limits.min_pixels is None and self.limits.max_pixels is None:
-            return {}
-        size = dict(self.processor.image_processor.size)
-        if "shortest_edge" not in size or "longest_edge" not in size:
-            raise CheckpointError(
-                f"{type(self.processor).__name__} does not size images by area: remove min_pixels and max_pixels."
-            )
-        if self.limits.min_pixels is not None:
-            size["shortest_edge"] = self.limits.min_pixels
-        if self.limits.max_pixels is not None:
-            size["longest_edge"] = self.limits.max_pixels
-        return {"size": size}
+        limits = self.limits.min_pixels, self.limits.max_pixels
+        return {} if limits == (None, None) else {"size": limited_size(self.processor, *limits)}
 
     def text(self, messages: Sequence[Message]) -> str:
         """Return `messages` through the chat template, with one placeholder for each image or video."""
@@ -253,7 +230,9 @@ class Renderer:
             kind: [item.replacement for item in media if item.kind == kind] for kind in ("image", "video")
         }
         for kind, texts in replacements.items():
-            token = template_token(self.processor, kind)
+            # What a template writes for an image or a video; not every processor names it.
+            names = (f"{kind}_placeholder_token", f"{kind}_token")
+            token = next((it for name in names if (it := getattr(self.processor, name, None))), None)
             if token is not None and text.count(token) != len(texts):
                 raise RowError(
                     f"the rendered text has {text.count(token)} {token} for {len(texts)} {kind}s: a text of this row "
@@ -433,9 +412,13 @@ for _class in ("MiniCPMV4_6Processor", "MiniCPMV4_7Processor", "MiniCPMOcrProces
         relies_on(getattr(transformers, _class), "_prepend_local_ids")
 
 
-def template_token(processor: Any, kind: str) -> str | None:
-    """Return the token that a chat template writes for an image or a video; None where the processor names none."""
-    return getattr(processor, f"{kind}_placeholder_token", None) or getattr(processor, f"{kind}_token", None)
+def limited_size(processor: Any, least: int | None, most: int | None) -> dict[str, int]:
+    """Return the size of a processor's images under these limits of their area, None for its own."""
+    size, limits = dict(processor.image_processor.size), {"shortest_edge": least, "longest_edge": most}
+    if not limits.keys() <= size.keys():
+        name = type(processor).__name__
+        raise CheckpointError(f"{name} does not size images by area: remove min_pixels and max_pixels.")
+    return size | {edge: area for edge, area in limits.items() if area is not None}
 
 
 def process_one(

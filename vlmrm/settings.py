@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,13 @@ def key(default: Any, meaning: str, choices: Sequence[str] | None = None) -> Any
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def check_least(values: Any, least: float, *names: str) -> None:
+    """Refuse a number among the attributes `names` that is below `least`, NaN or infinite; None is no number."""
+    for name in names:
+        if (value := getattr(values, name)) is not None and not least <= value < math.inf:
+            raise ConfigError(f"{name} is {value}: it must be at least {least}.")
 
 
 # Files ---------------------------------------------------------------------------------------------------------------
@@ -109,12 +117,7 @@ def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def validate(kind: type[Settings], content: Mapping[str, Any], where: str, *, secret: bool = False) -> Settings:
-    """Return `content` as an instance of the model `kind`.
-
-    Args:
-        where: name of the file or block, which begins the message.
-        secret: keep values out of the message.
-    """
+    """Return `content` as an instance of the model `kind`; errors begin with `where`, and hide a `secret` value."""
     try:
         return kind.model_validate(content)
     except ValidationError as error:
@@ -124,9 +127,7 @@ def validate(kind: type[Settings], content: Mapping[str, Any], where: str, *, se
 def describe_errors(errors: Sequence[Any], kind: type[BaseModel] | None = None, *, values: bool = False) -> str:
     """Return the first of pydantic's `errors` in words.
 
-    Args:
-        kind: the validated model, whose keys are suggested for a mistyped one.
-        values: include the value, which may be a secret or an image.
+    Of the model `kind` keys are suggested for a mistyped one. `values`, which may be secrets or images, are told.
     """
     # An unknown key before any other, as a typo in it explains why one is missing.
     first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])

@@ -232,7 +232,7 @@ def test_a_comparison_is_scored_in_pieces_as_it_is_in_one_and_the_log_says_so_on
     rows = [{"index": i, "comparison": many_answers(count)} for i, count in enumerate((9, 2, 8))]
     with caplog.at_level("INFO", "vlmrm"), torch.no_grad(), rounding_nowhere():
         expected = [row.scores for row in engine(None).rows(rows, batch_size=3)]
-        [batch] = engine(budget).batches(rows, batch_size=3)
+        batch = engine(budget).collator(rows)
         scored = [row.scores for row in engine(budget).score_batch(batch)]
     assert sorted(len(part["inputs"]) > 1 for part in batch["parts"]) == [False, True, True]
     for inputs in (inputs for part in batch["parts"] for inputs in part["inputs"]):

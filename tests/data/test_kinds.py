@@ -104,7 +104,7 @@ def test_compressed_files_in_a_folder_keep_their_media_and_lines(tmp_path):
     (tmp_path / "a.png").write_bytes(png())
     shown = json.dumps({**ROWS[0], "image": "a.png"}).encode()
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(shown + b"\n{broken\n"))
-    with pytest.raises(DataError, match=r"rows\.jsonl\.gz is not valid json: line 2"):
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz: line 2 is not valid json"):
         load(tmp_path)
     first, second = load(tmp_path, bad_rows="skip")
     assert references(first.prompt) == [str(tmp_path / "a.png")]

@@ -13,8 +13,7 @@ from PIL import Image
 from qwen_vl_utils import vision_process
 
 from vlmrm.conversation import FRAME_PIXELS, Video, VideoOptions
-from vlmrm.data.media import PathRules, media_key, open_image, open_video
-from vlmrm.data.media_round import media_round
+from vlmrm.data.media import PathRules, media_key, media_round, open_image, open_video
 from vlmrm.errors import MediaError
 from vlmrm.formats.openai import read_reference
 

@@ -147,10 +147,10 @@ def test_a_missing_path_or_split_is_named_with_a_suggestion(tmp_path):
 def test_a_broken_json_line_is_named(streaming, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(pairs(1)[0]) + "\n" + json.dumps(pairs(1)[0])[:-5] + "\n")
-    with pytest.raises(DataError, match=r"rows\.jsonl is not valid json: line 2"):
+    with pytest.raises(DataError, match=r"rows\.jsonl: line 2 is not valid json"):
         list(load(str(path), streaming=streaming))
     (tmp_path / "rows.json").write_text('[\n{"prompt": "q"},\n{"prompt" "q"}]')
-    with pytest.raises(DataError, match=r"rows\.json is not valid json: line 3"):
+    with pytest.raises(DataError, match=r"rows\.json: line 3 is not valid json"):
         list(load(str(tmp_path / "rows.json"), streaming=streaming))
 
 
@@ -175,7 +175,7 @@ def test_a_broken_json_line_is_a_bad_row_where_those_are_skipped(streaming, tmp_
     errors = [row["comparison"] for row in scored if isinstance(row["comparison"], RowError)]
     assert [error.row_id for error in errors] == ["rows.jsonl:2", "rows.jsonl:4"]
     path.write_text("no json\n" * 3)
-    with pytest.raises(DataError, match=r"rows\.jsonl is not valid json: line 1"):
+    with pytest.raises(DataError, match=r"rows\.jsonl: line 1 is not valid json"):
         load(str(path), streaming=streaming, arguments=DataArguments(bad_rows="skip"))
 
 

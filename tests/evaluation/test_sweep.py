@@ -18,7 +18,6 @@ from runs import colour_pairs, finish, square, start, words, write_rows
 from safetensors.torch import load_file, save_file
 
 from vlmrm import cli, load_scorer, rendering
-from vlmrm.batching import ComparisonCollator
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import data_fingerprint, load_train_and_eval
 from vlmrm.errors import BelowThreshold, ConfigError, DataError
@@ -92,19 +91,9 @@ def test_what_cannot_be_tried_has_its_own_reason(run_folder, data):
     assert "nothing in these rows" in row["limits"]["shuffled_frames"]
 
 
-@pytest.mark.parametrize("limit", [0, 2_000_000, 1 << 30], ids=["none", "some", "all"])
-def test_batches_are_collated_once_for_a_training_and_scores_are_those_of_each_by_itself(
-    run_folder, data, monkeypatch, limit
-):
-    collated = []
-    collate = ComparisonCollator.__call__
-    monkeypatch.setattr(
-        ComparisonCollator, "__call__", lambda self, rows: collated.append(len(rows)) or collate(self, rows)
-    )
-    monkeypatch.setattr(checkpoint_module, "KEPT_BYTES", limit)
+def test_scores_of_a_training_are_those_of_each_checkpoint_by_itself(run_folder, data):
     keys = {"eval_batch_size": 2, "interventions": ["prompt", "blank_image"]}
     together = sweep(asked(run_folder, data, **keys))
-    assert len(collated) == {0: 9, 2_000_000: 5, 1 << 30: 3}[limit]
     frames = []
     for row in together.rows:
         alone = asked(row["path"], data, output_file=f"{row['checkpoint']}.csv", **keys)

@@ -22,7 +22,7 @@ from vlmrm.training import memory
 from vlmrm.training.arguments import RunArguments
 from vlmrm.training.main import build_collator, build_model, survey_collator
 from vlmrm.training.memory import Memory, estimate_memory, heaviest_forward, planned_model, run_step, trace_step
-from vlmrm.training.survey import can_train, survey
+from vlmrm.training.survey import survey
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def opened(tiny_checkpoint, tmp_path_factory):
         run = RunArguments.parse(short_training(model, data, folder / "out", **keys), "test")
         processor = load_processor(model)
         dataset = load_train_and_eval(run.data)[0]
-        return run, processor, dataset, survey(dataset, survey_collator(run, processor), can_train, 0)
+        return run, processor, dataset, survey(dataset, survey_collator(run, processor), 0)
 
     return open_run
 

@@ -94,9 +94,8 @@ class SharedSet:
 class MicroBatcher:
     """A thread that scores submitted items in batches; what is submitted meanwhile is the next batch.
 
-    Args:
-        score_each: returns a result, such as a raw logit, or an error for each item.
-        wait: seconds that the first item of a batch waits for more.
+    `score_each` returns a result, such as a raw logit, or an error for each item; the first of a batch waits `wait`
+    seconds for more.
     """
 
     def __init__(self, score_each: Callable[[Sequence[Any]], Sequence[Any]], wait: float = WAIT):

@@ -8,6 +8,7 @@ reward.reward_manager.module.path=pkg://vlmrm.adapters.verl_manager
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase  # ty: ignore[import-not-found]
@@ -30,12 +31,10 @@ class VlmrmRewardManager(RewardManagerBase):
         item = data[-1]
         ids = item.batch["responses"]
         length = int(item.batch["attention_mask"][-len(ids) :].sum())
-        answer = await self.loop.run_in_executor(None, self._decoded, ids[:length])
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        answer = await self.loop.run_in_executor(None, decode, ids[:length])
         row = item.non_tensor_batch
         with named(row.get("data_source"), row.get("extra_info")):
             conversation = read_answer(read_verl_prompt(row["raw_prompt"]), answer)
             score = (await scored_with_others(self.rewards, conversation))["score"]
         return {"reward_score": score, "reward_extra_info": {"raw_score": score}}
-
-    def _decoded(self, ids: Any) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)

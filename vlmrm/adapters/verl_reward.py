@@ -89,10 +89,8 @@ async def compute_rewards(
 ) -> dict[str, float]:
     """Return `{"score": weighted sum, name: reward, ...}` of one answer by a `RewardSet` of pointwise rewards.
 
-    The names are for verl's GDPO: `algorithm.gdpo_reward_keys`.
-
-    Args:
-        rewards: the configuration of the rewards: a YAML file, or the mappings.
+    The names are for verl's GDPO: `algorithm.gdpo_reward_keys`. `rewards` is their configuration: a YAML file, or the
+    mappings.
     """
     with named(data_source, extra_info):
         conversation = _conversation(extra_info or {}, solution_str, ground_truth, solution_image)

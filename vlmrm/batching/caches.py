@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from vlmrm.batching.prefixes import Kept
-from vlmrm.batching.shared import PackedLayout, SharedBatcher
+from vlmrm.batching.shared import Kept, PackedLayout, SharedBatcher
 from vlmrm.rendering import ProcessedMedia, Rendered
 
 Name = tuple[str, str]  # the kind of a value, and the digest of its content

@@ -7,8 +7,9 @@ conversation; the vision tower encodes each distinct image once.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -18,9 +19,34 @@ import torch
 from vlmrm.batching.collator import Unit
 from vlmrm.batching.media import Media, distinct_media, join, placeholders_in
 from vlmrm.batching.pieces import cheapest_runs, shared_costs
-from vlmrm.batching.prefixes import Keep, Kept, Tensors, named
 from vlmrm.batching.tree import Segment, Tree, common_prefix, grow, grow_after, sort_key, tokens_after
 from vlmrm.rendering import ProcessedMedia, Rendered
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Hold what the layers, in order, have computed of the first `tokens` of a conversation.
+
+    Attention keeps keys and values [1, H, tokens, D], a recurrence its state, a convolution its last inputs.
+    """
+
+    tokens: int
+    layers: list[Tensors] = field(default_factory=list)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for layer in self.layers:
+            yield from layer
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Name a prefix that the layers keep: its last segment, its `ranges` in the row, and where they keep it."""
+
+    segment: int
+    ranges: Sequence[tuple[int, int]]
+    kept: Kept
 
 
 @dataclass(frozen=True)
@@ -457,3 +483,9 @@ def runs(flags: np.ndarray) -> list[tuple[int, int]]:
     """Return the start and stop of each run of True in `flags` [T]."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
     return [(int(start), int(stop)) for start, stop in edges.reshape(-1, 2)]
+
+
+def named(identities: np.ndarray, media: Sequence[Sequence[str]]) -> str:
+    """Return a digest of token identities: -1 - i stands for the `media[i]`."""
+    present = media[: 1 + max(-1 - int(identities.min()), -1)]
+    return blake2b(identities.astype("<i8").tobytes() + repr(list(map(list, present))).encode()).hexdigest()

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from vlmrm.data.columns import Columns, parse_columns
 from vlmrm.errors import ConfigError
-from vlmrm.settings import key
+from vlmrm.settings import check_least, key
 
 logger = logging.getLogger("vlmrm")
 
@@ -131,16 +131,14 @@ class DataArguments:
             )
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise ConfigError(f"min_pixels ({self.min_pixels}) is above max_pixels ({self.max_pixels}).")
-        limits = ("max_seq_length", "min_pixels", "max_pixels", "video_max_frames")
-        for name in ("max_train_samples", "max_eval_samples", *limits):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1, or null for no limit.")
+        limits = ("max_train_samples", "max_eval_samples", "max_seq_length", "min_pixels", "video_max_frames")
+        check_least(self, 1, *limits, "shuffle_buffer")
         if self.max_pixels is not None and self.max_pixels < LEAST_PIXELS:
             raise ConfigError(
                 f"max_pixels is {self.max_pixels}: it is an area, and one image token shows {LEAST_PIXELS} pixels."
             )
-        if (self.video_fps is not None and not self.video_fps > 0) or self.shuffle_buffer < 1:
-            raise ConfigError("video_fps and shuffle_buffer must be above 0.")
+        if self.video_fps is not None and not self.video_fps > 0:
+            raise ConfigError(f"video_fps is {self.video_fps}: it must be above 0.")
         for rewrite in self.path_rewrites:
             if "=" not in rewrite:
                 raise ConfigError(f"path_rewrites holds {rewrite!r}: write OLD=NEW.")

@@ -23,7 +23,6 @@ from vlmrm.logs import counted
 if TYPE_CHECKING:
     from datasets import Dataset
 
-
 MAX_LISTED = 20  # wrong rows, duplicates and categories that are named; all are counted
 
 
@@ -85,10 +84,8 @@ def check_data(
 ) -> Report:
     """Read every row of `dataset_path` and `eval_dataset_path` and open its images and videos.
 
-    Args:
-        count_tokens: returns the length of a conversation for the model, or raises RowError; without it tokens are
-            not counted.
-        media_sample: open media (and count tokens) of so many rows only, chosen by `split_seed`.
+    `count_tokens` returns the length of a conversation for the model, or raises RowError. Media are opened, and tokens
+    counted, of `media_sample` rows, chosen by `split_seed`, or of all.
     """
     report, repeats = Report(max_seq_length=arguments.max_seq_length), Repeats()
     opened: dict[str, tuple[int, int] | MediaError | None] = {}  # sizes or errors by key

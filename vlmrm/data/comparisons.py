@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
     from vlmrm.data.streams import SourceGroup
 
-
 logger = logging.getLogger("vlmrm")
 
 CHUNK = 1000  # rows read at a time in a pass over all
@@ -82,9 +81,6 @@ def load_comparisons(
 
         rows = load_comparisons(["pairs.jsonl"], arguments=DataArguments(image_root="images"))
         rows[0]["comparison"].pairs()
-
-    Raises:
-        DataError: when a source cannot be opened, or no row remains.
     """
     groups = open_groups(paths, split, arguments, streaming)
     read = partial(read_row, images=arguments.images)
@@ -168,21 +164,19 @@ def sample(dataset: Dataset, weights: Sequence[float] | None, limit: int | None,
     rng = np.random.default_rng(seed)
     rows = np.arange(len(dataset))
     if weights is not None:
-        groups = index_column(dataset, "group")
-        rows = np.sort(np.concatenate([_weighted(rows[groups == i], weight, rng) for i, weight in enumerate(weights)]))
+        groups, parts = index_column(dataset, "group"), []
+        for number, weight in enumerate(weights):
+            if not 0 <= weight < float("inf"):
+                raise ConfigError(f"dataset_weights holds {weight}: a weight is a number of repetitions, 0 or more")
+            of_group, (repeats, fraction) = rows[groups == number], divmod(weight, 1)
+            sampled = rng.choice(of_group, round(fraction * len(of_group)), replace=False)
+            parts += [np.repeat(of_group, int(repeats)), sampled]
+        rows = np.sort(np.concatenate(parts))
     if limit is not None and limit < len(rows):
         rows = rows[np.sort(rng.choice(len(rows), limit, replace=False))]
     if not len(rows):
         raise DataError("no rows are left after dataset_weights: raise them")
     return dataset if np.array_equal(rows, np.arange(len(dataset))) else dataset.select(rows)
-
-
-def _weighted(rows: np.ndarray, weight: float, rng: np.random.Generator) -> np.ndarray:
-    if not 0 <= weight < float("inf"):
-        raise ConfigError(f"dataset_weights holds {weight}: a weight is a number of repetitions, 0 or more")
-    repeats, fraction = divmod(weight, 1)
-    sampled = rng.choice(rows, round(fraction * len(rows)), replace=False)
-    return np.concatenate([np.repeat(rows, int(repeats)), sampled])
 
 
 def index_column(dataset: Dataset, column: str) -> np.ndarray:
@@ -307,7 +301,6 @@ def _files(path: str) -> list[Path]:
 #
 # A reward model that prefers the chosen answer under any question and image has learned the answers, not the task.
 # Donor prompts come from the same batch if possible, whose prefixes are computed anyway, else from the data set.
-
 
 DRAWS = 20  # attempts for each donor from the data set, which may have a single prompt
 RECENT = 256  # comparisons of a stream to draw from

@@ -30,10 +30,9 @@ TRIPLES = {"train": 120, "eval": 10}
 
 
 def write_digits(folder: Path, seed: int = 0) -> dict[str, Path]:
-    """Write the images and `{train,eval}_{answers,images,ranked}.jsonl`; no image and no prompt is in both splits.
+    """Write the images and `{train,eval}_{answers,images,ranked}.jsonl`, and return these files by name.
 
-    Returns:
-        The jsonl files by name: `train_answers`, `train_images`, ..., `eval_ranked`.
+    No image and no prompt is in both splits.
     """
     from sklearn.datasets import load_digits
 

@@ -148,10 +148,8 @@ def _read_tar(path: str, state: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a webdataset archive: the files of one name up to its first dot.
 
     `7.json` has the columns of row 7; `7.jpg` and `7.0.jpg` are its `images`, `7.chosen_image.jpg` the column
-    `chosen_image`; of text files `7.txt` is the column `text`, `7.prompt.txt` the column `prompt`.
-
-    Args:
-        state: of the file, so that a changed one is no longer the one in the cache of `datasets`.
+    `chosen_image`; of text files `7.txt` is the column `text`, `7.prompt.txt` the column `prompt`. By its `state` a
+    changed file is no longer the one in the cache of `datasets`.
     """
     try:
         with tarfile.open(path) as archive:
@@ -271,7 +269,7 @@ def unreadable(path: str, error: BaseException) -> DataError:
     if kind in TEXTS and (location := first_non_utf8(path)):
         return DataError(f"{path} is not UTF-8 text ({location}): save it as UTF-8")
     if kind == "json" and (location := _first_invalid_json(plain_copy(path))):
-        return DataError(f"{path} is not valid json: {location}")
+        return DataError(f"{path}: {location}")
     cause = error.__cause__ or error
     return DataError(f"{path} cannot be read as a table: {first_line(cause)}")
 
@@ -300,9 +298,5 @@ def _first_invalid_json(path: str) -> str | None:
                 return None
             except json.JSONDecodeError as error:
                 if not error.msg.startswith("Extra data"):  # which means one object per line, under the name .json
-                    return f"line {error.lineno}: {error.msg}"
-        file.seek(0)
-        for number, line in enumerate(file, 1):
-            if line.strip() and not isinstance(reason := _parse_line(line.encode()), dict):
-                return f"line {number}: {reason}"
-    return None
+                    return f"line {error.lineno} is not valid json ({error.msg})"
+    return next((row[MALFORMED] for _, row in _lines_of(path) if MALFORMED in row), None)

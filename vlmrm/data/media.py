@@ -13,28 +13,31 @@ import logging
 import math
 import os
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from threading import Condition
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, unquote_to_bytes, urlparse
 
 import numpy as np
+from cachetools import LRUCache, cached
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vlmrm.conversation import FRAME_PIXELS, Messages, Part, Text, Video, VideoOptions
 from vlmrm.data.arguments import INPUT_KEYS
-from vlmrm.data.media_round import once
 from vlmrm.errors import MediaError
 
 if TYPE_CHECKING:
     import torch
 
-
 logger = logging.getLogger("vlmrm")
+
+Result = TypeVar("Result")
 
 MIN_SIDE = 28  # one merged patch of the Qwen-VL family, to whose multiples processors enlarge smaller sides
 STRIP_ROWS = 512  # of an image with transparency, that are put on white at a time
@@ -110,12 +113,10 @@ def open_image(reference: Any) -> Image.Image:
         _check_pixels(f"{name} is", image.size)
         image.load()
         if image is reference:
-            upright = ImageOps.exif_transpose(image)
+            image = ImageOps.exif_transpose(image)
         else:  # in place, as we opened it: a copy of 64 megapixels would waste memory
-            upright = image
-            ImageOps.exif_transpose(upright, in_place=True)
-        rgb = _to_rgb(upright, name)
-        return rgb.copy() if rgb is reference else rgb
+            ImageOps.exif_transpose(image, in_place=True)
+        return _to_rgb(image, name)
 
 
 def image_size(reference: Any) -> tuple[int, int]:
@@ -178,9 +179,8 @@ def open_video(
     video's own `fps`, `min_frames`, `max_frames` or `nframes` take precedence. A list of frames is used in full; its
     `sample_fps` (default 2) is their rate. Frames are resized to qwen-vl-utils' limits for videos.
 
-    Returns:
-        uint8 frames [T, 3, H, W], T even, and the metadata `fps`, `frames_indices`, `total_num_frames` that the
-        processor's `video_metadata` takes.
+    The frames are uint8 [T, 3, H, W], T even; the metadata are `fps`, `frames_indices` and `total_num_frames`, as the
+    processor's `video_metadata` takes them.
     """
     reference, options = video.reference, video.options.as_dict()
     if isinstance(reference, tuple):
@@ -318,11 +318,8 @@ def _read_video(reference: Any, options: dict[str, Any]) -> tuple[_Frames, dict[
 def video_pixels(data: bytes, options: Mapping[str, Any], frame_pixels: int = 0) -> int:
     """Return an upper bound of the pixels in memory while a video file is read, from its headers and packets.
 
-    A frame is resized as it is decoded, so at most two are in memory at full size.
-
-    Args:
-        options: of the video; with any that sets the number of frames, all count, otherwise 2 per second.
-        frame_pixels: pixels of a resized frame, if the options set them.
+    A frame is resized as it is decoded, so at most two are in memory at full size; `frame_pixels` are those of a
+    resized one, if the options set them. With any option that sets the number of frames all count, else 2 a second.
     """
     import av
 
@@ -413,15 +410,11 @@ def media_name(reference: Any) -> str:
 
 @dataclass(frozen=True)
 class PathRules:
-    """Resolves the references of a row for `open_image` and `open_video`: paths, and base64, which becomes a data URI.
+    """Resolves the references of a row for `open_image` and `open_video`; base64 becomes a data URI."""
 
-    Relative paths start from `folder`. With a `root`, paths outside of it are errors. `rewrites` are (old prefix, new
-    prefix) pairs, of which the first match is applied.
-    """
-
-    folder: str
-    root: str | None = None
-    rewrites: tuple[tuple[str, str], ...] = ()
+    folder: str  # from which relative paths start
+    root: str | None = None  # paths outside of it are errors
+    rewrites: tuple[tuple[str, str], ...] = ()  # old and new prefixes, of which the first match is applied
 
     def __call__(self, reference: Any) -> Any:
         if isinstance(reference, (str, os.PathLike)):
@@ -446,3 +439,52 @@ class PathRules:
         if self.root is not None and not Path(path).resolve().is_relative_to(Path(self.root).resolve()):
             raise MediaError(f"{path} is outside image_root {self.root}: move it or change image_root")
         return path
+
+
+# Once a round --------------------------------------------------------------------------------------------------------
+
+KEPT_BYTES = 512 * 2**20  # of a round; what was not asked for for longest is dropped
+
+
+class RoundMedia:
+    """What was made of the pictures, videos and bytes of a round, by identity: none of them may change meanwhile."""
+
+    def __init__(self) -> None:
+        cache = LRUCache(KEPT_BYTES, getsizeof=lambda entry: 1 + _bytes_of(entry[1]))
+
+        @cached(cache, key=lambda name, source, make: name, condition=Condition())
+        def made(name: Any, source: Any, make: Callable[[Any], Any]) -> tuple[Any, Any]:
+            return source, make(source)  # kept beside its result, a source keeps its id
+
+        self.made = made
+
+
+@contextmanager
+def media_round(media: RoundMedia | None = None) -> Generator[None]:
+    """Let `once` remember within the block, on this thread: in `media`, else with the block around it, else anew."""
+    if media is None and _current.get() is not None:
+        yield
+        return
+    token = _current.set(media or RoundMedia())
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def once(kind: str, source: Any, make: Callable[[Any], Result]) -> Result:
+    """Return `make(source)`, made once within a `media_round` for each kind and source; outside of one, each time."""
+    if (media := _current.get()) is None:
+        return make(source)
+    return media.made((kind, source if isinstance(source, str) else id(source)), source, make)[1]
+
+
+_current: ContextVar[RoundMedia | None] = ContextVar("media_of_round", default=None)
+
+
+def _bytes_of(result: Any) -> int:
+    if isinstance(result, Image.Image):
+        return result.width * result.height * len(result.getbands())
+    if isinstance(result, (list, tuple)):
+        return sum(map(_bytes_of, result))
+    return int(getattr(result, "nbytes", 0)) or (len(result) if isinstance(result, (str, bytes)) else 0)

@@ -36,7 +36,6 @@ from vlmrm.settings import nearest
 Resolve = Callable[[Any], Any]  # turns a media reference of a row into one that can be opened from anywhere
 ReadRow = Callable[[Mapping[str, Any], str, Resolve], Comparison]  # a function of a row's cells and its id
 
-
 JUDGEMENT = tuple(it.name for it in fields(Judgement))
 
 

@@ -12,7 +12,7 @@ from vlmrm.libraries import parse_dtype
 from vlmrm.measures.interventions import GROUPS, INTERVENTIONS, named
 from vlmrm.measures.metrics import METRICS
 from vlmrm.modeling.arguments import ComputeArguments
-from vlmrm.settings import key
+from vlmrm.settings import check_least, key
 
 # Keys of `DataArguments` that evaluation does not use, and what to do instead.
 NOT_EVALUATED = {
@@ -144,10 +144,7 @@ class EvaluationArguments(ComputeArguments):
                 raise ConfigError(
                     f"{name} is about the checkpoints of a training, and scorer names others: remove one."
                 )
-        if self.intervention_sample < 1:
-            raise ConfigError(f"intervention_sample is {self.intervention_sample}: it must be at least 1.")
-        if self.eval_batch_size < 1:
-            raise ConfigError(f"eval_batch_size is {self.eval_batch_size}: it must be at least 1.")
+        check_least(self, 1, "intervention_sample", "eval_batch_size")
         if not self.output_file.endswith(".csv"):
             raise ConfigError(f"output_file is {self.output_file}: it must end in .csv (the .json goes beside it).")
 

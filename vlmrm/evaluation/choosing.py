@@ -39,15 +39,12 @@ def split_metric(metric: str) -> tuple[str | None, str]:
 class Criterion:
     """The criterion by which the checkpoints of a sweep are compared.
 
-    Attributes:
-        metric: a figure of `vlmrm.measures.analysis`, `accuracy/CATEGORY` or `benchmark/NAME`.
-        one_standard_error: choose the checkpoint with the fewest steps of those of the same training within one
-            standard error of the best (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3).
-        sets: of rows of a suite, the sets over which the mean of the figure is taken. They have no prompts in common,
-            so that its error is that of independent figures.
+    With `one_standard_error` the one with the fewest steps is chosen of those of the same training within one standard
+    error of the best (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3). Of a suite the mean
+    over `sets` is compared. They have no prompts in common, so that its error is that of independent figures.
     """
 
-    metric: str = "preference_accuracy"
+    metric: str = "preference_accuracy"  # a figure of `measures.analysis`, `accuracy/CATEGORY` or `benchmark/NAME`
     one_standard_error: bool = False
     sets: tuple[str, ...] = ()
 
@@ -99,8 +96,7 @@ class Criterion:
     def best(self, rows: Sequence[Row], frame: pd.DataFrame | None = None) -> Best | None:
         """Return the first of `ranked`, in the form of the results file.
 
-        Args:
-            frame: the scored pairs of all rows, from which its figure without the luck of the choice follows.
+        Its figure without the luck of the choice follows from `frame`, the scored pairs of all rows.
         """
         ranked = self.ranked(rows)
         if not ranked:
@@ -125,10 +121,7 @@ class Criterion:
         """Return a figure of the checkpoint that this criterion chooses, without the luck of the choice.
 
         None where it is no sum over prompts, such as a benchmark's, or fewer than two prompts are common to all.
-
-        Args:
-            parts: the scored pairs of each checkpoint.
-            of: the metric that is reported; by default the one that chooses.
+        `parts` are the scored pairs of each checkpoint, `of` is the metric to report, by default the one that chooses.
         """
         by, reported = (
             [found for part in parts if (found := _figure(part, name)) is not None]
@@ -220,11 +213,8 @@ def without_luck(
 ) -> Estimate | None:
     """Return the figure of the chosen one of M checkpoints without the luck of the choice.
 
-    Args:
-        chosen: the figure of the checkpoint that was chosen, and its rows' prompts.
-        measured: the `contributions` to the figure that is reported, of each checkpoint.
-        choose: the number of the chosen checkpoint for values [M] of the figure to choose by.
-        by: the contributions to that figure, where it is another one.
+    `chosen` is its figure and its rows' prompts. `measured` are the `contributions` of each checkpoint to the figure
+    that is reported; `choose` returns the number of one for values [M] of that, or of the figure with those in `by`.
     """
     figure, prompt_ids = chosen
     influence = figure.influence()

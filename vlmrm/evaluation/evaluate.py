@@ -55,7 +55,7 @@ class _Rows(Sequence[Comparison]):
         return hash(self._key)
 
 
-@dataclass(unsafe_hash=True)
+@dataclass
 class _Share:
     """A rank's rows of a data set: every `ranks`-th block of `block` rows, so that neighbours stay together.
 

@@ -99,11 +99,7 @@ class Leaderboard(NamedTuple):
 def build_leaderboard(
     sources: Sequence[str | Path], output_dir: str | Path, *, title: str = "Leaderboard", best_only: bool = False
 ) -> Path:
-    """Write leaderboard.html and leaderboard.csv to `output_dir`, and return the page's path.
-
-    Raises:
-        ConfigError, DataError: when results cannot be read, or `output_dir` holds other files of these names.
-    """
+    """Write leaderboard.html and leaderboard.csv to `output_dir`, and return the page's path."""
     board = leaderboard(sources, best_only=best_only)
     folder = Path(output_dir)
     make_folder(folder)

@@ -119,10 +119,7 @@ def details_path(path: Path) -> Path:
 def load_results(path: str | Path) -> ResultsFile:
     """Return the results of a sweep, checked against this file's types.
 
-        [row] = load_results("results/mine.json")["results"]
-
-    Raises:
-        ConfigError: when it is no results file, or one of another schema version.
+    [row] = load_results("results/mine.json")["results"]
     """
     path = Path(path)
     try:

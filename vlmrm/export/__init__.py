@@ -29,7 +29,7 @@ from vlmrm.modeling.head import head_name
 from vlmrm.modeling.loading import load_checkpoint, open_adapter, write_full
 from vlmrm.modeling.manifest import is_adapter, verify_if_listed
 from vlmrm.modeling.reward_model import REWARD_MODELS
-from vlmrm.rendering import Renderer
+from vlmrm.rendering import Renderer, limited_size
 
 logger = logging.getLogger("vlmrm")
 
@@ -96,9 +96,9 @@ def _open(model: str | Path, base_model_path: str | Path | None) -> tuple[Any, A
 
 
 def _set_input(processor: Any, info: dict[str, Any]) -> None:
-    size = dict(processor.image_processor.size)
-    limits = {"shortest_edge": info.get("min_pixels"), "longest_edge": info.get("max_pixels")}
-    processor.image_processor.size = size | {name: area for name, area in limits.items() if area is not None}
+    limits = info.get("min_pixels"), info.get("max_pixels")
+    if limits != (None, None):
+        processor.image_processor.size = limited_size(processor, *limits)
     for name, key in {"fps": "video_fps", "max_frames": "video_max_frames"}.items():
         if info.get(key) is not None:
             setattr(processor.video_processor, name, info[key])

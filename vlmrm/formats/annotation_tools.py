@@ -69,11 +69,7 @@ def _verdict(result: Sequence[Mapping[str, Any]], fields: Row, sides: Sides) -> 
 
 
 def _sides(fields: Row, tags: Sequence[str]) -> Sides:
-    """Return the fields of the two answers.
-
-    Args:
-        tags: names of the compared objects, the left one first; empty if nothing was compared side by side.
-    """
+    """Return the fields of the two answers; `tags` name what was compared side by side, the left object first."""
     if len(tags) == 2 and all(tag in fields for tag in tags):
         return tags[0], tags[1]
     sides = next((pair for pair in (*TEXTS, *IMAGES, *VIDEOS, *TEMPLATES) if set(pair) <= fields.keys()), None)

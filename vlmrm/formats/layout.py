@@ -21,23 +21,17 @@ MEDIA = frozenset({"image", "images", "video", "videos"})
 
 @dataclass(frozen=True)
 class ParsedRow:
-    """Hold a row as conversations with a value each; their first `shared` messages are the prompt.
-
-    `skipped` are columns of the layout that were not read in this row, `unread` the fields inside of its columns that
-    were not; `figures` are read and stay with the comparison. `judgements` are those of several raters or criteria;
-    `values` is their mean. `unjudged` is the reason why the values mean nothing: the row is not a preference, but its
-    answers can be scored.
-    """
+    """Hold a row as conversations with a value each; their first `shared` messages are the prompt."""
 
     conversations: Sequence[Messages]
     values: Sequence[float]
     shared: int
     kind: Kind = "preference"
-    skipped: frozenset[str] = frozenset()
-    unread: Mapping[str, Any] = field(default_factory=dict)
-    figures: frozenset[str] = frozenset()
-    judgements: tuple[Judgement, ...] = ()
-    unjudged: str = ""
+    skipped: frozenset[str] = frozenset()  # columns of the layout that were not read in this row
+    unread: Mapping[str, Any] = field(default_factory=dict)  # fields inside of its columns that were not
+    figures: frozenset[str] = frozenset()  # columns that are read, and stay with the comparison
+    judgements: tuple[Judgement, ...] = ()  # of several raters or criteria; `values` is their mean
+    unjudged: str = ""  # why the values mean nothing: it is no preference, but its answers can be scored
 
     def prompt(self) -> Messages:
         return self.conversations[0][: self.shared] if self.conversations else ()

@@ -43,8 +43,7 @@ def pair(row: Row) -> ParsedRow:
 def read_pair(row: Row, sides: tuple[str, str], prompts: Sequence[str]) -> ParsedRow:
     """Return the answers or whole conversations of two columns, the first as the better, after the row's prompt.
 
-    Args:
-        prompts: columns of the prompt, of which the first that the row has is read.
+    The prompt is in the first of the columns `prompts` that the row has.
     """
     first, second = (_read_side(row, side) for side in sides)
     column = first_of(row, prompts)
@@ -122,7 +121,6 @@ def with_answers(row: Row, prompt: Messages, answers: Sequence[Any], values: Seq
 
 
 # Images for a prompt: the prompt is the user's turn, each image an assistant turn of its own.
-
 
 PROMPT_COLUMNS = [*MEDIA, "system"]  # which `images_for` reads
 

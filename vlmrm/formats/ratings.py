@@ -89,9 +89,8 @@ def _answers(row: Row) -> ParsedRow:
 def by_rater(value: Any, name: str, count: int) -> list[list[float]]:
     """Return the numbers of `count` answers from each rater.
 
-    Args:
-        value: numbers of one rater; `{rater: numbers}`, or a list of objects with the numbers of a rater; a list of
-            lists, one for each answer or one for each rater.
+    A value has those of one rater, `{rater: numbers}`, a list of objects with the numbers of a rater each, or a list
+    of lists, one for each answer or one for each rater.
     """
     if isinstance(value, Mapping) and not any(isinstance(item, Mapping) for item in value.values()):
         return [require_numbers(numbers, name, count) for numbers in value.values()]

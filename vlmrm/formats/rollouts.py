@@ -31,10 +31,8 @@ END = re.compile(r"(?:(?:<\|[^<>|]+\|>|</s>)\s*)+$")
 def read_answer(prompt: Any, answer: Any, images: Any = None, videos: Any = None) -> Conversation:
     """Return a row of an RL framework as the conversation that ends with the answer.
 
-    Args:
-        prompt: a text or messages. If the messages contain media, the row's column of that kind repeats them.
-        images, videos: one or a list, filled into the slots of the prompt, or else before its first text.
-            `<image>` in a text is a slot.
+    Images and videos, one or a list, are filled into the slots of the prompt, such as `<image>` in a text, or else
+    before its first text. If messages of the prompt contain media, the row's column of that kind repeats them.
     """
     messages = read_prompt(prompt)
     columns = {"image": as_list(images), "video": as_list(videos)}

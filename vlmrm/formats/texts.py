@@ -18,7 +18,6 @@ from vlmrm.formats.openai import KINDS, read_messages, read_reference
 
 # Media in columns of their own, filled in at `<image>` and `<video>`, or in parts without a reference.
 
-
 JSON_VALUES = 200_000  # in one text
 PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
 
@@ -75,10 +74,8 @@ def fill(messages: Sequence[Message], images: Sequence[Any] = (), videos: Sequen
 def refuse_lost_media(prompt: Any, filled: Sequence[Message]) -> None:
     """Refuse a prompt that says `<image>` or `<video>` and shows none: its score would be of another question.
 
-    An answer may say so, and a part of a message: only a text, and content that is one, has places in it.
-
-    Args:
-        filled: the messages of the prompt with all media of its row.
+    An answer may say so, and a part of a message: only a text, and content that is one, has places in it. `filled` are
+    the messages of the prompt with all media of its row.
     """
     if isinstance(prompt, str):
         texts = [message.text for message in filled if message.role != "assistant"]
@@ -104,8 +101,7 @@ SPECIAL = re.compile(r"<\|[^<>|]+\|>|</?s>|<pad>|\s+")  # between turns and arou
 def read_text(text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Conversation:
     """Return the conversation in ChatML, or in JSON: a list of messages, or `{"messages", "images", "videos"}`.
 
-    Args:
-        images, videos: references for the media tokens of the text, in order; an expanded run of pads is one.
+    `images` and `videos` are for the media tokens of the text, in order; an expanded run of pads is one.
     """
     if text.lstrip()[:1] in ("[", "{"):
         messages, images, videos = _from_json(text, images, videos)

@@ -81,10 +81,7 @@ def donors_of(
     picture for which the other one is right. Rows of the same category, with as many images and videos, come first.
 
     A donor is row `index ^ step`, with steps in an order drawn for the block. In a batch of eight, its prompt and
-    images are computed anyway.
-
-    Args:
-        traits: traits of rows by index, so that these rows are not read again; those of further rows are added.
+    images are computed anyway. Rows in `traits`, by index, are not read again; those of further rows are added.
     """
     traits = {} if traits is None else traits
     if index not in traits:

@@ -25,17 +25,14 @@ Scale = Literal["plain", "share", "difference", "positive", "correlation"]
 
 
 class Estimate(NamedTuple):
-    """A figure with the ends of its 95 % interval and its standard error, all NaN where they cannot be estimated.
-
-    `n` is the number of its values, `prompts` that of their prompts.
-    """
+    """A figure with the ends of its 95 % interval and its standard error, all NaN where they cannot be estimated."""
 
     value: float
     low: float
     high: float
     standard_error: float
-    n: int
-    prompts: int
+    n: int  # the number of its values
+    prompts: int  # the number of their prompts
 
     def in_percent(self, sign: str = "") -> str:
         """Return it in percent with its interval: 79.1 (75.0-82.6)."""

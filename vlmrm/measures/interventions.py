@@ -349,10 +349,8 @@ def alterations(
 ) -> Iterator[tuple[Intervention, Comparison]]:
     """Yield the interventions that apply to a comparison, with the changed comparison.
 
-    Args:
-        sampled: whether the comparison is in the sample of those that run on one alone.
-        together: whether the scorer sees all answers at once, so that their order may matter to it.
-        frames: how video files are sampled: frames per second, and at most so many.
+    Some are for a comparison that is `sampled`, and some for a scorer that sees all answers `together`. `frames` is
+    how video files are sampled: frames per second, and at most so many.
     """
     sampling = _with_sampling(comparison, *frames)
     for intervention in interventions:

@@ -117,10 +117,7 @@ def scored_frame(
     Further columns: model, checkpoint, step; by/NAME for each of `group_by`; chosen_ and rejected_ length
     (characters), markup (pieces of markdown), pixels, text, image_paths; margin_label, agreement; images (their
     number), pixels, prompt_text, image_paths of the prompt; and for each intervention that was scored its _chosen
-    and _rejected score, NaN where it does not apply.
-
-    Args:
-        table: `pair_table` of the comparisons, which is made by default.
+    and _rejected score, NaN where it does not apply. By default the `pair_table` of the comparisons is made.
     """
     table = pair_table(result.comparisons, group_by) if table is None else table
     named = {"model": model, "checkpoint": checkpoint, "step": np.nan if step is None else float(step)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import parse_dtype
-from vlmrm.settings import key
+from vlmrm.settings import check_least, key
 
 
 @dataclass
@@ -44,8 +44,7 @@ class ComputeArguments:
     check_files: bool = key(True, "Hash every byte of a checkpoint against its COMPLETE.json before it is opened.")
 
     def __post_init__(self):
-        if self.max_tokens_per_batch is not None and self.max_tokens_per_batch < 1:
-            raise ConfigError(f"max_tokens_per_batch is {self.max_tokens_per_batch}: it must be at least 1, or null.")
+        check_least(self, 1, "max_tokens_per_batch")
 
 
 @dataclass
@@ -114,8 +113,7 @@ class ModelArguments(ComputeArguments):
                 raise ConfigError(f"{name} contradicts {frozen}: remove one of the two.")
         if self.load_in_4bit and not self.use_peft:
             raise ConfigError("load_in_4bit trains nothing by itself: set use_peft: true as well.")
-        if self.lora_r < 1 or self.lora_alpha < 1:
-            raise ConfigError(f"lora_r is {self.lora_r} and lora_alpha {self.lora_alpha}: both must be at least 1.")
+        check_least(self, 1, "lora_r", "lora_alpha")
         if not 0.0 <= self.lora_dropout < 1.0:
             raise ConfigError(f"lora_dropout is {self.lora_dropout}: it is a share, at least 0 and below 1.")
         if self.lora_experts and self.lora_dropout:

@@ -100,10 +100,8 @@ def load_for_training(
         )
 
 
-def load_reward_model(
-    path: str | Path, *, dtype: str | torch.dtype, attn_implementation: str, trust_remote_code: bool
-) -> RewardModel:
-    """Load the trained reward model of a full checkpoint."""
+def load_reward_model(path: str | Path, *, trust_remote_code: bool, **options: Any) -> RewardModel:
+    """Load the trained reward model of a full checkpoint; `options` are those of `load_for_training`."""
     config = read_config(path, None, trust_remote_code)
     if not _is_reward_model(config):
         refuse_separate_head(path)
@@ -111,16 +109,9 @@ def load_reward_model(
         architecture = next(iter(config.architectures or []), config.model_type)
         raise CheckpointError(
             f"{path} is a {architecture} and has no reward head of ours: train it first, with vlmrm train, or make "
-            f"another trainer's one of ours by `{import_command(path)}`."
+            f"another trainer's one of ours by `vlmrm import {path} --output DIR`."
         )
-    return _load(
-        path,
-        config,
-        new_head=False,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-    )
+    return _load(path, config, new_head=False, trust_remote_code=trust_remote_code, **options)
 
 
 def load_scoring_files(
@@ -165,10 +156,7 @@ def load_processor(path: str | Path, revision: str | None = None, trust_remote_c
 def refuse_separate_head(path: str | Path, revision: str | None = None) -> None:
     """Refuse a checkpoint with a trained head in a file of its own: a new, random one would replace it silently."""
     if names := head_files(path, revision):
-        raise CheckpointError(
-            f"{path} has a trained head in {names[0]}, which is another trainer's layout: make it one of ours by "
-            f"`{import_command(path)}`."
-        )
+        raise foreign(path, f"a trained head in {names[0]}, which is another trainer's layout")
 
 
 def refuse_torch_files(path: str | Path, revision: str | None = None) -> None:
@@ -178,13 +166,13 @@ def refuse_torch_files(path: str | Path, revision: str | None = None) -> None:
     if names and not any(name.endswith(WEIGHTS) for name in names):
         raise CheckpointError(
             f"{path} has its weights in {names[0]} and not in safetensors: make a reward model of another trainer one "
-            f"of ours by `{import_command(path)}`, and save any other model again."
+            f"of ours by `vlmrm import {path} --output DIR`, and save any other model again."
         )
 
 
-def import_command(path: str | Path) -> str:
-    """Return the command that makes a checkpoint of ours of another trainer's."""
-    return f"vlmrm import {path} --output DIR"
+def foreign(path: str | Path, what: str) -> CheckpointError:
+    """Return the error about a checkpoint with something that only the import opens."""
+    return CheckpointError(f"{path} has {what}: make it one of ours by `vlmrm import {path} --output DIR`.")
 
 
 def _has_processor(path: str | Path, revision: str | None = None) -> bool:
@@ -197,11 +185,9 @@ def _load(
     config: PreTrainedConfig,
     *,
     new_head: bool,
-    dtype: str | torch.dtype,
     attn_implementation: str,
     revision: str | None = None,
-    trust_remote_code: bool = False,
-    quantization_config: Any = None,
+    **options: Any,
 ) -> RewardModel:
     model_class: Any = reward_model_class(config)
     attention = resolve_attention(attn_implementation)
@@ -214,11 +200,9 @@ def _load(
                 # Absolute, so that an adapter finds its base from any folder.
                 str(Path(path).resolve()) if Path(path).is_dir() else path,
                 config=config,
-                dtype=dtype,
                 attn_implementation=attention,
                 revision=revision or "main",
-                trust_remote_code=trust_remote_code,
-                quantization_config=quantization_config,
+                **options,
                 use_safetensors=True,  # a pickle could run code
                 ignore_mismatched_sizes=True,  # reported below, in a sentence
                 output_loading_info=True,
@@ -235,10 +219,7 @@ def _check_weights(path: str | Path, model: RewardModel, report: dict[str, Any],
     missing = set(report["missing_keys"])
     # transformers would drop an unknown head and make a random one in its place, with a line in the log.
     if other_heads := {key for key in report["unexpected_keys"] if HEAD_WEIGHTS.search(key)}:
-        raise CheckpointError(
-            f"{path} has a trained head of another trainer's layout ({_some(other_heads)}): make it one of ours by "
-            f"`{import_command(path)}`."
-        )
+        raise foreign(path, f"a trained head of another trainer's layout ({_some(other_heads)})")
     if new_head and missing >= heads:
         missing -= heads
     elif missing & heads:

@@ -21,52 +21,31 @@ LANGUAGE_MODELS = ("language_model", "text_model")
 
 @dataclass(frozen=True)
 class Family:
-    """A family: its name, the `model_types` of its configurations, and where it differs from the usual.
-
-    Args:
-        towers: paths of the vision towers in the backbone, those that exist.
-        mergers: paths of what maps a tower's features to the language model's width; empty where the tower does.
-        language_models: paths of the language model; the first that exists.
-        language_head: path of a head over the hidden states that the backbone itself has; it is left out.
-        feature_field: the field of `get_image_features` whose rows take the placeholders' places; None where all stand
-            beside layers.
-        constants: further fields that the backbone reads, which depend on no image.
-        images_see_all: whether the tokens of an image see those of later images of the conversation.
-        positions_of_batch: whether its `get_rope_index` is wrong for several conversations at once, which then get
-            positions of their own.
-        kinds_apart: whether a batch may have images or videos, and not both.
-        host_layout: whether its tower takes what it derives from the sizes of images as keywords, by the names of
-            Qwen's towers (`vlmrm.modeling.vision`).
-        grids_on_device: whether such a tower also reads the sizes on the device of the patches.
-        in_place: whether features take the places of placeholders and do nothing else, so that the language model can
-            be given them there.
-        videos_as_images: whether one pass of the tower takes images and videos, both patches with a grid.
-        trains_all: whether a batch with an image gives every weight a gradient, so that DDP need not search for those
-            without.
-        padded: why it cannot share prefixes; None where it can.
-        refused: why it cannot be a reward model at all; None where it can.
-        tested: whether its shared batches are proved exact by the tests. Others prove it when they are loaded.
-    """
+    """A family: its name, the `model_types` of its configurations, and where it differs from the usual."""
 
     name: str
     model_types: Sequence[str] = ()
-    towers: Sequence[str] = TOWERS
+    towers: Sequence[str] = TOWERS  # paths of the vision towers in the backbone, those that exist
+    # Paths of what maps a tower's features to the language model's width; empty where the tower does.
     mergers: Sequence[str] = MERGERS
-    language_models: Sequence[str] = LANGUAGE_MODELS
-    language_head: str | None = None
+    language_models: Sequence[str] = LANGUAGE_MODELS  # paths of the language model; the first that exists
+    language_head: str | None = None  # path of a head over the hidden states in the backbone itself; it is left out
+    # The field of `get_image_features` whose rows take the placeholders' places; None where all stand beside layers.
     feature_field: str | None = "pooler_output"
-    constants: Sequence[str] = ()
-    images_see_all: bool = False
-    positions_of_batch: bool = False
-    kinds_apart: bool = False
+    constants: Sequence[str] = ()  # further fields that the backbone reads, which depend on no image
+    images_see_all: bool = False  # the tokens of an image see those of later images of the conversation
+    positions_of_batch: bool = False  # its `get_rope_index` is wrong for several conversations at once
+    kinds_apart: bool = False  # a batch may have images or videos, and not both
+    # Its tower takes what it derives from the sizes of images as keywords, by the names of Qwen's towers (`vision`).
     host_layout: bool = False
-    grids_on_device: bool = False
+    grids_on_device: bool = False  # such a tower also reads the sizes on the device of the patches
+    # Features take the places of placeholders and do nothing else, so that the language model can be given them there.
     in_place: bool = False
-    videos_as_images: bool = False
-    trains_all: bool = False
-    padded: str | None = None
-    refused: str | None = None
-    tested: bool = True
+    videos_as_images: bool = False  # one pass of the tower takes images and videos, both patches with a grid
+    trains_all: bool = False  # a batch with an image gives every weight a gradient, so that DDP need not search
+    padded: str | None = None  # why it cannot share prefixes; None where it can
+    refused: str | None = None  # why it cannot be a reward model at all; None where it can
+    tested: bool = True  # its shared batches are proved exact by the tests. Others prove it when they are loaded
 
 
 BY_CONVOLUTIONS = "its short convolutions and their state layers cannot be forked here"

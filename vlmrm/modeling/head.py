@@ -34,17 +34,11 @@ class Float32Linear(nn.Linear):
 
 @dataclass(frozen=True)
 class Head:
-    """A head as `config.reward_head` describes it: `linear`, `mlp`, or the fields of this class.
+    """A head as `config.reward_head` describes it: `linear`, `mlp`, or the fields of this class."""
 
-    Args:
-        hidden: widths of the hidden layers, each followed by `activation`; all of them have biases.
-        activation: one of `ACTIVATIONS`.
-        bias: whether the last layer has one. It moves all scores alike, so training makes none.
-    """
-
-    hidden: Sequence[int] = ()
-    activation: str = "silu"
-    bias: bool = False
+    hidden: Sequence[int] = ()  # widths of the hidden layers, each followed by `activation`; all of them have biases
+    activation: str = "silu"  # one of `ACTIVATIONS`
+    bias: bool = False  # of the last layer. It moves all scores alike, so training makes none
 
     def __post_init__(self):
         object.__setattr__(self, "hidden", tuple(self.hidden))

@@ -204,7 +204,7 @@ def flex(
         query.to(value.dtype),  # see `varlen`
         key.to(value.dtype),
         value,
-        score_mod=None if softcap is None else _capped(softcap),
+        score_mod=None if softcap is None else lambda score, *_: softcap * torch.tanh(score / softcap),
         block_mask=block_mask(layout, rule, query.device),
         scale=scaling,
         enable_gqa=key.shape[1] != query.shape[1],
@@ -216,10 +216,6 @@ def flex(
         output, auxiliary = output
         output = (output * torch.sigmoid(auxiliary.lse - sinks.float()[:, None])[..., None]).to(value.dtype)
     return output.transpose(1, 2).contiguous()
-
-
-def _capped(softcap: float) -> Callable[..., torch.Tensor]:
-    return lambda score, *_: softcap * torch.tanh(score / softcap)
 
 
 @cache

@@ -18,7 +18,7 @@ from vlmrm.files import require_new_folder
 from vlmrm.libraries import parse_device
 from vlmrm.modeling.adapters import keep_adapters_names
 from vlmrm.modeling.checkpoint import (
-    import_command,
+    foreign,
     load_for_training,
     load_reward_model,
     load_scoring_files,
@@ -27,6 +27,7 @@ from vlmrm.modeling.checkpoint import (
 )
 from vlmrm.modeling.manifest import (
     ADAPTER_CONFIG,
+    FIGURES,
     HEAD_WEIGHTS,
     WEIGHTS,
     checkpoint_digest,
@@ -53,18 +54,14 @@ PEFT_PREFIX = "base_model.model."  # before the names of the model's weights in 
 
 @dataclass(frozen=True)
 class LoadedReward:
-    """A reward model ready to score, the processor it was trained with, and the content of its `reward_model.json`.
-
-    `digest` identifies the checkpoint by its content: `checkpoint_digest`; `digest_without_weights` is the same for
-    all checkpoints of a training. `adapter` is what holds the trained weights around `model`, where they are apart.
-    """
+    """A reward model ready to score, the processor it was trained with, and the content of its `reward_model.json`."""
 
     model: RewardModel
     processor: ProcessorMixin
     info: dict[str, Any]
-    digest: str
-    digest_without_weights: str
-    adapter: PeftModel | None = None
+    digest: str  # identifies the checkpoint by its content: `checkpoint_digest`
+    digest_without_weights: str  # the same for all checkpoints of a training
+    adapter: PeftModel | None = None  # holds the trained weights around `model`, where they are apart
 
 
 def load_checkpoint(
@@ -115,10 +112,7 @@ def load_weights(opened: LoadedReward, path: str | Path, *, check_files: bool = 
 
     So do the checkpoints of one training. It saves making the model, opening an adapter's base, and proving sight,
     which depends on the architecture and the libraries. The result shares model and processor with `opened`, which
-    has the new weights too.
-
-    Returns:
-        None, with the open model as it was, for a checkpoint that must be opened by itself.
+    has the new weights too. For a checkpoint that must be opened by itself it is None, and the model stays as it was.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -189,10 +183,7 @@ def open_adapter(
         saved = set(file.keys())
     if f"{PEFT_PREFIX}score.weight" not in saved:
         if other_head := next(filter(HEAD_WEIGHTS.search, sorted(saved)), None):
-            raise CheckpointError(
-                f"the adapter {path} has a trained head of another trainer's layout ({other_head}): make it one of "
-                f"ours by `{import_command(path)}`."
-            )
+            raise foreign(path, f"a trained head of another trainer's layout ({other_head})")
         raise CheckpointError(f"the adapter {path} has no reward head: train it with modules_to_save: [score].")
     hidden = any(name.startswith(f"{PEFT_PREFIX}score_hidden.") for name in saved)
     head = info.get("head") or ("mlp" if hidden else "linear")
@@ -262,13 +253,12 @@ def write_full(
     model.save_pretrained(folder)
     for name, text in (texts or {}).items():
         (folder / name).write_text(text, encoding="utf-8")
-    carried_over = ("reward_mean", "reward_std", "reward_count", "reward_data", "pinned")
     save_reward_files(
         folder,
         processor=processor,
         head=model.config.reward_head,
         provenance=info["provenance"],
         shown=info,
-        **{name: info.get(name) for name in carried_over},
+        **{name: info.get(name) for name in FIGURES},
     )
     write_complete(folder, world_size=1, step=step)

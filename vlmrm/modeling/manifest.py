@@ -47,8 +47,10 @@ TRAINING_LOCK = ".training.lock"  # marks an output_dir, which the first process
 WEIGHTS = ".safetensors"
 SCORING_SUFFIXES = (WEIGHTS, ".json", ".jinja", ".txt", ".model")
 NOT_SCORING = (COMPLETE, "trainer_state.json", "training_settings.json")
-# Keys of `reward_model.json` that change no score.
-NOT_SCORING_KEYS = ("provenance", "pinned", "reward_mean", "reward_std", "reward_count", "reward_data")
+# Keys of `reward_model.json` that change no score: mean and deviation of `reward_count` raw scores on the data with
+# the fingerprint `reward_data`, samples with their scores, and where it came from.
+FIGURES = ("reward_mean", "reward_std", "reward_count", "reward_data", "pinned")
+NOT_SCORING_KEYS = ("provenance", *FIGURES)
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
@@ -216,22 +218,13 @@ def save_reward_files(
     head: str | dict[str, Any],
     provenance: dict[str, Any],
     shown: Mapping[str, Any] | None = None,
-    reward_mean: float | None = None,
-    reward_std: float | None = None,
-    reward_count: int | None = None,
-    reward_data: str | None = None,
-    pinned: list[dict[str, Any]] | None = None,
     base_digest: str | None = None,
+    **figures: Any,
 ) -> None:
     """Write the processor and `reward_model.json` beside weights that are already in `folder`.
 
-    Args:
-        head: `config.reward_head` of the model.
-        provenance: the result of `provenance`.
-        shown: `DataArguments.input_record` of the training; of keys that are not in it, the defaults hold.
-        reward_mean, reward_std: of `reward_count` raw scores on the data with the fingerprint `reward_data`.
-        pinned: samples with their scores, to check a copy against.
-        base_digest: `weights_digest` of the base that an adapter was trained on.
+    `head` is `config.reward_head` of the model, `shown` the `DataArguments.input_record` of the training,
+    `base_digest` the `weights_digest` of the base that an adapter was trained on; `figures` are some of `FIGURES`.
     """
     folder = Path(folder)
     processor.save_pretrained(folder)
@@ -244,11 +237,8 @@ def save_reward_files(
             "architecture": next(iter(architectures or []), None),
             "chat_template_sha256": template_hash(processor),
             **{name: (shown or {}).get(name) for name in INPUT_KEYS},
-            "reward_mean": reward_mean,
-            "reward_std": reward_std,
-            "reward_count": reward_count,
-            "reward_data": reward_data,
-            "pinned": pinned,
+            **dict.fromkeys(FIGURES),
+            **figures,
             "base_digest": base_digest,
             "provenance": provenance,
         },

@@ -48,6 +48,7 @@ from vlmrm.modeling.published_weights import (
     with_lora,
 )
 from vlmrm.modeling.reward_model import RewardModel, reward_model_class
+from vlmrm.rendering import limited_size
 
 SHARD = 4 * 2**30  # bytes, at most held in memory
 EMBEDDINGS = "embed_tokens.weight"
@@ -108,7 +109,8 @@ def import_reward(
     processor = _processor(opened, trust_remote_code)
     _set_template(processor, form, chosen, template)
     limits = min_pixels or form.pixels, max_pixels or form.pixels
-    _limit_pixels(processor, *limits)
+    if limits != (None, None):  # in the processor, so that training keeps them too
+        processor.image_processor.size = limited_size(processor, *limits)
     _fit_vocabulary(config, processor, form, opened.weights.readers)
     head = _set_head(config, opened, chosen)
     with init_empty_weights(include_buffers=False):
@@ -243,19 +245,6 @@ def _set_template(processor: Any, layout: PublishedLayout, output_name: str, pat
     instruction = text[: text.index(token) + len(token)] if token else text
     turn = layout.turn(processor) if layout.turn else turn_of(processor)
     processor.chat_template = question_template(turn, instruction, layout.question, token)
-
-
-def _limit_pixels(processor: Any, least: int | None, most: int | None) -> None:
-    """Put the limits on the area of images into the processor, so that training keeps them too."""
-    if least is None and most is None:
-        return
-    size = dict(processor.image_processor.size)
-    if not {"shortest_edge", "longest_edge"} <= size.keys():
-        raise ConfigError(
-            f"{type(processor).__name__} does not size images by area: leave --min-pixels and --max-pixels out."
-        )
-    limits = {"shortest_edge": least, "longest_edge": most}
-    processor.image_processor.size = size | {name: area for name, area in limits.items() if area is not None}
 
 
 def _fit_vocabulary(

@@ -142,60 +142,34 @@ KIND = r"(?P<kind>weight|bias)"
 
 @dataclass(frozen=True)
 class Output:
-    """One of the scores of a published model.
+    """One of the scores of a published model."""
 
-    Args:
-        token: the reward token at which it is read; None for the last token of the conversation.
-        head: its group in the name of the head's weights, where each output has a head of its own.
-    """
-
-    token: str | None = None
-    head: str | None = None
+    token: str | None = None  # the reward token at which it is read; None for the last token of the conversation
+    head: str | None = None  # its group in the name of the head's weights, where each output has a head of its own
 
 
 @dataclass(frozen=True)
 class PublishedLayout:
-    """A layout: the names of its head's weights, and what its authors compute from them.
-
-    Args:
-        head: pattern of the whole names, with the groups `kind`, `layer` where there are several and `head`.
-        source: where the arithmetic was read.
-        activation: after each layer but the last.
-        layers: the names of its layers, where they are known.
-        bias: whether all its layers have one; None where either may be.
-        rows: the numbers that the last layer may give at a token.
-        ids: beginnings of the names of repositories and folders, in lower case; a layout without is for any model.
-        outputs: its scores by name; several need `--output-name`.
-        question: placeholders of the instruction, which `--template` gives; empty where the chat template is the
-            checkpoint's own.
-        turn: what stands around the instruction, where it is not the processor's own chat template.
-        pixels: area of every image.
-        text_positions: whether its images had the positions of text.
-        model_types: of the backbones that its authors compute so; empty for any.
-        renamed: further names of weights than those that transformers knows: patterns and what replaces them.
-        base: repository of its configuration and processor, where it comes without.
-        settings: file with `peft_lora_config` and the normalisation of each output, `inference_config`.
-        refused: why it cannot be imported.
-    """
+    """A layout: the names of its head's weights, and what its authors compute from them."""
 
     name: str
-    head: str
-    source: str
-    activation: str | None = None
-    layers: Sequence[str] = ()
-    bias: bool | None = None
-    rows: Sequence[int] = (1,)
-    ids: Sequence[str] = ()
-    outputs: Mapping[str, Output] = field(default_factory=lambda: {"score": Output()})
-    question: Sequence[str] = ()
-    turn: Callable[[Any], TurnTemplate] | None = None
-    pixels: int | None = None
-    text_positions: bool = False
-    model_types: Sequence[str] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    base: str | None = None
-    settings: str | None = None
-    refused: str | None = None
+    head: str  # pattern of the whole names, with the groups `kind`, `layer` where there are several and `head`
+    source: str  # where the arithmetic was read
+    activation: str | None = None  # after each layer but the last
+    layers: Sequence[str] = ()  # the names of its layers, where they are known
+    bias: bool | None = None  # of all its layers; None where either may be
+    rows: Sequence[int] = (1,)  # the numbers that the last layer may give at a token
+    ids: Sequence[str] = ()  # beginnings of the names of repositories and folders, in lower case; none for any
+    outputs: Mapping[str, Output] = field(default_factory=lambda: {"score": Output()})  # several need `--output-name`
+    question: Sequence[str] = ()  # placeholders of `--template`; empty where the chat template is the checkpoint's own
+    turn: Callable[[Any], TurnTemplate] | None = None  # around the instruction, where not the processor's own template
+    pixels: int | None = None  # area of every image
+    text_positions: bool = False  # its images had the positions of text
+    model_types: Sequence[str] = ()  # of the backbones that its authors compute so; empty for any
+    renamed: Mapping[str, str] = field(default_factory=dict)  # further patterns of names, and what replaces them
+    base: str | None = None  # repository of its configuration and processor, where it comes without
+    settings: str | None = None  # file with `peft_lora_config`, and `inference_config` to normalise each output
+    refused: str | None = None  # why it cannot be imported
 
     @property
     def tokens(self) -> list[str]:
@@ -327,7 +301,9 @@ def named_layout(source: str | Path, name: str | None = None) -> PublishedLayout
     """Return the layout called `name`, or else that of a source's own name; None where it has none."""
     if name is not None and name not in BY_NAME:
         raise ConfigError(f"--layout is {name!r}: choose one of {', '.join(BY_NAME)}.")
-    layout = BY_NAME[name] if name else next((layout for layout in LAYOUTS if _is_called(source, layout)), None)
+    names = [part.lower() for part in Path(source).parts[-2:]]  # of a file and its folder, or of a repository
+    called = (layout for layout in LAYOUTS if any(part.startswith(tuple(layout.ids)) for part in names))
+    layout = BY_NAME[name] if name else next(called, None)
     if layout is not None and layout.refused:
         raise CheckpointError(f"{source} cannot be imported: {layout.refused}.")
     return layout
@@ -349,11 +325,6 @@ def find_layout(source: str | Path, names: Iterable[str], named: PublishedLayout
             + "."
         )
     return named
-
-
-def _is_called(source: str | Path, layout: PublishedLayout) -> bool:
-    """Return whether a file, its folder or a repository has one of the layout's names."""
-    return any(part.lower().startswith(start) for part in Path(source).parts[-2:] for start in layout.ids)
 
 
 def _unrecognised(source: str | Path, matching: Sequence[str], names: Sequence[str]) -> str:

@@ -68,8 +68,7 @@ _loading = threading.RLock()
 def read_weights(path: str | Path, name: str | None = None) -> dict[str, Any]:
     """Return the content of a weight file by name: safetensors, or torch's tensors, numbers and texts, never code.
 
-    Args:
-        path: the file itself or, with `name`, the folder or hub repository that has it.
+    With `name`, `path` may be the folder or hub repository that has it.
     """
     file: Path | None = Path(path)
     if not file.is_file():
@@ -231,7 +230,6 @@ PLAIN_LORA: Mapping[str, tuple[Any, ...]] = {
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
 }
-
 
 Reader = Callable[[], torch.Tensor]
 

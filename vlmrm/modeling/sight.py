@@ -51,11 +51,8 @@ def prove_sight(
 
     Two images must give different hidden states, bit for bit. With `batching: shared`, two answers about one image
     must give those of the padded batch, up to rounding; a model of a family that the tests do not cover is padded from
-    here on where they do not. Three forwards; the state of the model is restored.
-
-    Args:
-        name: the model's name in errors.
-        run: calls the model on a batch, where DeepSpeed or FSDP is wrapped around it.
+    here on where they do not. Three forwards; the state of the model is restored. `run` calls the model on a batch,
+    where DeepSpeed or FSDP is wrapped around it.
     """
     gradient = Pillow.linear_gradient("L").resize((SIDE, SIDE)).convert("RGB")
     inverted = ImageOps.invert(gradient.transpose(Pillow.Transpose.TRANSPOSE))

@@ -27,8 +27,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING, create_recurrent_attention_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vlmrm.batching.prefixes import Keep
-from vlmrm.batching.shared import PackedLayout, PackedSegment, on_device
+from vlmrm.batching.shared import Keep, PackedLayout, PackedSegment, on_device
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import relies_on
 
@@ -400,19 +399,14 @@ STATE_LAYER_TYPES = frozenset(
     if create_recurrent_attention_mask in (mask.values() if isinstance(mask, dict) else (mask,))
 )
 
-
-def _methods(layer_class: type[nn.Module]) -> list[Any]:
-    """Return a layer's methods as they are written, without the library's decorators."""
-    written = {name: value for c in reversed(layer_class.__mro__) for name, value in vars(c).items() if c not in PLAIN}
-    return [method for value in written.values() if inspect.isfunction(method := inspect.unwrap(value))]
-
-
 PLAIN = (*nn.Module.__mro__, GradientCheckpointingLayer)
 
 
 def _names(layer_class: type[nn.Module]) -> set[str]:
-    """Return the functions, methods and attributes that a layer's methods name."""
-    return {name for method in _methods(layer_class) for name in method.__code__.co_names}
+    """Return the functions, methods and attributes that a layer's methods name, without the library's decorators."""
+    written = {name: value for c in reversed(layer_class.__mro__) for name, value in vars(c).items() if c not in PLAIN}
+    methods = filter(inspect.isfunction, map(inspect.unwrap, written.values()))
+    return {name for method in methods for name in method.__code__.co_names}
 
 
 def _is_known(layer_class: type[nn.Module]) -> bool:

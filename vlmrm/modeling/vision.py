@@ -342,7 +342,6 @@ def _axis_taps(length: int, side: int, mode: str, align_corners: bool) -> tuple[
 # Matrix units read sixteen bytes at a time. Where a row of a matrix is no multiple of that, as in the vision tower of
 # Qwen2.5-VL with its 3420, cuBLAS takes kernels of a third of the speed; padding the weights in each call costs less.
 
-
 ALIGNED = 8  # numbers of half precision in sixteen bytes
 
 
@@ -393,15 +392,11 @@ class EncoderOutput(ModelOutput):
 
 @dataclass(frozen=True)
 class LayerForm:
-    """How a family holds the features of one layer.
+    """How a family holds the features of one layer."""
 
-    `one_tensor` for all images, or one each; `shape` of a tensor without its first dimension; `index` of the language
-    model's layer beside which they stand.
-    """
-
-    one_tensor: bool
-    shape: Sequence[int]
-    index: int | None
+    one_tensor: bool  # for all images, or one each
+    shape: Sequence[int]  # of a tensor without its first dimension
+    index: int | None  # of the language model's layer beside which they stand
 
     def assemble(self, images: Sequence[torch.Tensor]) -> Any:
         pieces = [image.reshape(-1, *self.shape) for image in images]
@@ -411,17 +406,12 @@ class LayerForm:
 
 @dataclass(frozen=True)
 class FeatureForm:
-    """How a family holds features: the field of the merger's, the layers, and whether some are deepstack layers.
+    """How a family holds features."""
 
-    Where there is no such field, all are (Granite Vision 4).
-
-    `constants` are what else is in an output, for no image in particular.
-    """
-
-    merged: str | None
+    merged: str | None  # the field of the merger's; None where all are deepstack layers (Granite Vision 4)
     layers: Sequence[LayerForm]
-    deepstack: bool
-    constants: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
+    deepstack: bool  # some layers are
+    constants: Mapping[str, torch.Tensor | None] = field(default_factory=dict)  # what else is in an output
 
     def to_json(self) -> str:
         return json.dumps([self.merged, [asdict(layer) for layer in self.layers], self.deepstack])

@@ -102,7 +102,8 @@ class VisionCache:
         A medium that is in the batch twice is computed once. `identify` comes first.
         """
         device = next(iter(media["tensors"].values())).device
-        compute_type = _compute_type(device, self._dtype)
+        autocast = torch.is_autocast_enabled(device.type)  # the tower computes in its own type, and in that of it
+        compute_type = f"{self._dtype} {torch.get_autocast_dtype(device.type) if autocast else 'as it is'}"
         # Hashed in the type in which the tower reads them.
         on_cpu = {
             name: tensor.to("cpu", self._dtype if tensor.is_floating_point() else None)
@@ -191,12 +192,6 @@ class VisionCache:
         if not self._warned:
             logger.warning(*message)
             self._warned = True
-
-
-def _compute_type(device: torch.device, dtype: torch.dtype) -> str:
-    """Name the types that the tower computes with: its own, and that of autocast."""
-    autocast = torch.is_autocast_enabled(device.type)
-    return f"{dtype} {torch.get_autocast_dtype(device.type) if autocast else 'as it is'}"
 
 
 # Of a configuration: its origin, its type, which keys have already, and what training changes.

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 Processes: TypeAlias = "Accelerator | PartialState | None"
 CREDENTIALS = re.compile(r"://[^/?#\s'\"]*@")  # of an address
 
-
 _Range = Annotated[list[float], Field(min_length=2, max_length=2)]  # lowest and highest
 
 
@@ -84,9 +83,6 @@ class RewardArguments:
             then has failed. Of a judge, synchronous or not, also the seconds of one call.
         max_missing: share of a round; where more of the samples fail in three rounds in a row, the reward is gone, and
             the run ends with the first error, whatever `on_failure` says.
-
-    Raises:
-        ConfigError: naming the reward and the setting.
     """
 
     name: str = "default"
@@ -157,17 +153,12 @@ def _torch() -> Any:
 class RewardModelOutput:
     """The rewards of one call, in the order of the samples.
 
-        RewardModelOutput([0.5, 0.0], failures={1: "its image is blank"})
-
-    Args:
-        rewards: one finite number a sample: [N].
-        extra_info: details for the audit log, where a list of N items is split by sample.
-        failures: the reason for each sample without a reward, by its index in the call; its number is ignored.
+    RewardModelOutput([0.5, 0.0], failures={1: "its image is blank"})
     """
 
-    rewards: torch.Tensor | np.ndarray | list[float]
-    extra_info: dict[str, Any] | None = None
-    failures: Mapping[int, str] = field(default_factory=dict)
+    rewards: torch.Tensor | np.ndarray | list[float]  # one finite number a sample: [N]
+    extra_info: dict[str, Any] | None = None  # details for the audit log, where a list of N is split by sample
+    failures: Mapping[int, str] = field(default_factory=dict)  # why samples, by index, have none: numbers are ignored
 
 
 def choice(arguments: RewardArguments, name: str, default: str, choices: tuple[str, ...]) -> str:
@@ -183,24 +174,16 @@ class BaseRewardModel(ABC):
 
     Every sample must have the `required_fields`, but where both `image` and `video` are required and `__call__` has
     None as their default, one of them is enough; other media that `__call__` names are passed where there are any.
-
-    Class attributes:
-        text_prompts: a sample whose prompt is messages fails; where all of a round do, the round ends.
-        instead_of_texts: what to do then, for the message.
-        message_responses: `response` may show an image or video; without it such a sample fails.
-        default_dtype: the dtype of a configuration that names none; `auto` for a model trained here.
-        options: names of the extra settings that the class takes; None accepts any.
-        deterministic: False for rewards that must be computed anew where a cached result would be used.
     """
 
     required_fields: tuple[str, ...] = ("prompt", "image")
     use_tensor_inputs: bool = False
-    text_prompts: ClassVar[bool] = False
-    instead_of_texts: ClassVar[str] = "leave such turns out, or give each prompt as one text"
-    message_responses: ClassVar[bool] = False
-    options: ClassVar[tuple[str, ...] | None] = None
-    deterministic: bool = True
-    default_dtype: ClassVar[str] = "bfloat16"
+    text_prompts: ClassVar[bool] = False  # a sample whose prompt is messages fails; where all of a round do, it ends
+    instead_of_texts: ClassVar[str] = "leave such turns out, or give each prompt as one text"  # what to do then
+    message_responses: ClassVar[bool] = False  # `response` may show an image or video; without it such a sample fails
+    options: ClassVar[tuple[str, ...] | None] = None  # names of the extra settings; None accepts any
+    deterministic: bool = True  # False for rewards that must be computed anew where a cached result would be used
+    default_dtype: ClassVar[str] = "bfloat16"  # of a configuration that names none; `auto` for a model trained here
 
     def __init__(self, config: RewardArguments, accelerator: Processes):
         self.config = config

@@ -27,19 +27,16 @@ logger = logging.getLogger("vlmrm")
 class Rewards:
     """The rewards of N samples by name, [N] in float64, NaN where one is missing.
 
-        scored.rewards["clip"], scored.total(), scored.advantages("sum"), scored.failures
-
-    `failures` (also those that got a fallback) and `info` (details of the model) are by name and sample index;
-    `seconds` of computing are by name, summed over threads; `counters` are those of the models since they were loaded.
+    scored.rewards["clip"], scored.total(), scored.advantages("sum"), scored.failures
     """
 
     rewards: dict[str, np.ndarray]
     weights: dict[str, float]
     groups: list[Hashable] | None
-    failures: dict[str, dict[int, str]]
-    info: dict[str, dict[int, dict[str, Any]]]
-    seconds: dict[str, float]
-    counters: dict[str, dict[str, float]]
+    failures: dict[str, dict[int, str]]  # by name and sample index, also of those that got a fallback
+    info: dict[str, dict[int, dict[str, Any]]]  # details of the model, by name and sample index
+    seconds: dict[str, float]  # of computing, summed over threads
+    counters: dict[str, dict[str, float]]  # of the models since they were loaded
 
     def total(self) -> np.ndarray:
         """Return the weighted sum of the rewards: [N], NaN where one is missing; one of weight 0 may be."""
@@ -73,11 +70,7 @@ class Rewards:
         return replace(self, rewards=rewards, groups=list(groups), failures=failures, info=info)
 
     def advantages(self, method: str | Aggregator = "gdpo", *, global_std: bool = True) -> np.ndarray:
-        """Return `vlmrm.rewards.outcome.advantages` of the rewards: [N]. A collective call: every rank makes it.
-
-        Raises:
-            RewardError: when the samples have no groups.
-        """
+        """Return `vlmrm.rewards.outcome.advantages` of the rewards: [N]. A collective call: every rank makes it."""
         if self.groups is None:
             raise RewardError("advantages are within groups: give groups=, the id of each sample's prompt.")
         return advantages(self.rewards, self.weights, self.groups, method, global_std=global_std)
@@ -129,10 +122,6 @@ def advantages(
             `global_std`, else over the group. `gdpo` (Liu et al. 2026, Group reward-Decoupled Normalization Policy
             Optimization): the weighted sum of each reward's own (r - mean) / std over the group, then normalised over
             all samples with `global_std`. Or a function.
-
-    Raises:
-        ConfigError: for another method.
-        RewardError: when a function returns another number of advantages, or NaN.
     """
     if isinstance(method, str) and method not in METHODS:
         raise ConfigError(f"advantages by {method!r}: choose from {', '.join(METHODS)}, or give a function.")
@@ -261,11 +250,7 @@ def statistics(
 
     A reward of weight 0 trains nothing: it is held out, and `held_out` its correlation within groups with the total of
     the others, which falls where the policy learns to please those alone (Gao et al. 2022, "Scaling Laws for Reward
-    Model Overoptimization").
-
-    Args:
-        rewards: by name, [N], NaN where missing.
-        codes: the number of each sample's group, [N], from 0; None where there are no groups.
+    Model Overoptimization"). `rewards` are by name, [N], NaN where missing; `codes` [N] number each sample's group.
     """
     metrics: dict[str, float] = {}
     for name, values in rewards.items():

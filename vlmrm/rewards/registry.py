@@ -122,9 +122,6 @@ def reward_arguments(config: Config, block: str = "rewards") -> list[RewardArgum
         config: a YAML file, a mapping with the key `rewards` (and `eval_rewards`), or the value of such a key: one
             mapping a reward, or the mapping alone where there is one reward.
         block: `rewards` or `eval_rewards`; without `eval_rewards` those of training are returned.
-
-    Raises:
-        ConfigError: for an unknown or ill-typed key, a name that is used twice, or no reward at all.
     """
     block_config = _block(config, block)
     items = [block_config] if isinstance(block_config, Mapping) else block_config

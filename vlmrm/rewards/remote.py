@@ -166,12 +166,8 @@ def _beginning(answer: Any) -> str:
 class Endpoints:
     """Replicas of one server: each request goes to the least busy one, and to the next where one fails.
 
-    Args:
-        urls: their addresses, as of `Server`.
-        timeout: seconds for a request.
-        attempts: how often all of them are tried, after a wait that grows, or that a server asks for (`Retry-After`).
-        patience: seconds for which all that begins again while none can be reached.
-        token: sent as `Authorization: Bearer`.
+    All of them are tried `attempts` times, after a wait that grows, or that a server asks for (`Retry-After`).
+    While none can be reached, that begins again for `patience` seconds.
     """
 
     def __init__(

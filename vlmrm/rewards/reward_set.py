@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vlmrm.data.media_round import RoundMedia, media_round
+from vlmrm.data.media import RoundMedia, media_round
 from vlmrm.errors import Denied, RewardError
 from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, Processes, RewardArguments
 from vlmrm.rewards.outcome import AuditLog, Rewards
@@ -44,9 +44,6 @@ class RewardSet:
         accelerator: passed to reward models; default: accelerate's state of this process, None without accelerate.
         models: share one between two sets, as of the two blocks, and they share their models.
         audit_log: a JSONL file that every reward is appended to, with its model's details.
-
-    Raises:
-        ConfigError: for a configuration that cannot work.
     """
 
     def __init__(
@@ -76,8 +73,7 @@ class RewardSet:
     def start(self, group_size: int | None = None) -> Pending:
         """Start a round whose samples are added bit by bit; asynchronous rewards are computed meanwhile.
 
-        Args:
-            group_size: samples of a group, so that an asynchronous groupwise reward need not wait for the last sample.
+        With a `group_size` those of groups need not wait for the last sample.
         """
         return Pending(self.rewards, self.audit, group_size)
 
@@ -179,11 +175,7 @@ class Models:
 
 
 class Pending:
-    """The samples of one round and the rewards being computed. Call `add` any number of times, then `finish` once.
-
-    Args:
-        group_size: samples of a group, so that an asynchronous groupwise reward can start before `finish`.
-    """
+    """The samples of one round and the rewards being computed. Call `add` any number of times, then `finish` once."""
 
     def __init__(self, rewards: Sequence[ConfiguredReward], audit: AuditLog | None, group_size: int | None):
         media = RoundMedia()

@@ -13,8 +13,7 @@ import numpy as np
 from PIL import Image
 
 from vlmrm.conversation import media_of, text_of
-from vlmrm.data.media import open_image
-from vlmrm.data.media_round import RoundMedia, media_round, once
+from vlmrm.data.media import RoundMedia, media_round, once, open_image
 from vlmrm.errors import MediaError, RewardError, RowError
 from vlmrm.formats.openai import read_messages, read_reference
 from vlmrm.rewards.contract import BaseRewardModel, RewardArguments, RewardModelOutput
@@ -182,9 +181,7 @@ def _shaped(model: BaseRewardModel, result: CallResult, samples: Samples) -> Cal
 def shaped(arguments: RewardArguments, reward: float, details: Mapping[str, Any], response: Any) -> float:
     """Return a sample's reward as the run gets it.
 
-    Args:
-        details: the model's, of which `uncertainty_penalty` reads `std`, or `log_sigma`, its logarithm.
-        response: the answer, of which `length_penalty` counts the words.
+    Of the model's `details`, `uncertainty_penalty` reads `std`, or `log_sigma`, its logarithm.
     """
     if arguments.valid is not None and not arguments.valid[0] <= reward <= arguments.valid[1]:
         low, high = arguments.valid

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +60,10 @@ def load_scorer(
             an option does not go with an address, or with a folder.
     """
     if is_address(model):
-        _refuse_options(locals())
+        options = locals()
+        for name, parameter in inspect.signature(load_scorer).parameters.items():
+            if name not in ("model", "reward") and options[name] != parameter.default:
+                raise ConfigError(f"{name} is an option of checkpoints, and a service has its own: leave it out.")
         return RemoteScorer(str(model), model=reward)
     if HOST_AND_PORT.fullmatch(str(model)) and not Path(model).exists():
         raise ConfigError(f"{model} is no folder: an address begins with http://, and this is none without it.")
@@ -108,9 +110,3 @@ def load_local_scorer(model: str | Path, **options: Any) -> LocalScorer:
 def is_address(model: str | Path) -> bool:
     """Return whether `model` is the address of a service, not a folder."""
     return str(model).startswith(("http://", "https://"))
-
-
-def _refuse_options(options: Mapping[str, Any]) -> None:
-    for name, parameter in inspect.signature(load_scorer).parameters.items():
-        if name not in ("model", "reward") and options[name] != parameter.default:
-            raise ConfigError(f"{name} is an option of checkpoints, and a service has its own: leave it out.")

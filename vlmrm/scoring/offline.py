@@ -32,6 +32,7 @@ from vlmrm.formats import LAYOUTS_TO_SCORE
 from vlmrm.logs import progress
 from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.scoring.scorer import LocalScorer
+from vlmrm.settings import check_least
 
 READ_AT_ONCE = 64  # rows of a stream
 # Readers of a folder of parquet files (pandas, datasets, Spark) ignore names that begin with `_` or `.`.
@@ -48,14 +49,10 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True)
 class OfflineJob:
-    """An input to score, a model, and an output folder. It pickles, for workers on other machines.
-
-    `input` is anything that `open_rows` takes. A shard has `shard_rows` rows, which `num_workers` processes read ahead
-    of the model, `batch_rows` at a time; `max_tokens_per_batch` bounds one batch of the model.
-    """
+    """An input to score, a model, and an output folder. It pickles, for workers on other machines."""
 
     model: str
-    input: Sequence[str]
+    input: Sequence[str]  # anything that `open_rows` takes
     output: Path
     split: str = "train"
     image_root: str | None = None
@@ -64,14 +61,12 @@ class OfflineJob:
     device: str | None = None
     dtype: str = "auto"
     shard_rows: int = 4096
-    batch_rows: int = 32
-    num_workers: int = 0
+    batch_rows: int = 32  # read at a time
+    num_workers: int = 0  # processes that read ahead of the model
     max_tokens_per_batch: int = 16384
 
     def __post_init__(self):
-        for name in ("shard_rows", "batch_rows"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1.")
+        check_least(self, 1, "shard_rows", "batch_rows")
 
     @property
     def shards(self) -> Shards:

@@ -63,9 +63,6 @@ class AsyncRemoteScorer:
             in its place meanwhile, that is a RewardError. None takes any.
         concurrency: requests at a time; a long list of conversations becomes many requests.
         transport: of httpx2, for tests.
-
-    Raises:
-        ConfigError: when `base_url` is no address, or `timeout` or `concurrency` is not above 0.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from vlmrm.batching.caches import ByteCache, MediaCache, PrefixCache
 from vlmrm.batching.media import BLANK_SIDE
 from vlmrm.conversation import Conversation, Image, Message, Reference
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.media_round import media_round
+from vlmrm.data.media import media_round
 from vlmrm.engine import Engine, rendered_each
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_conversation
@@ -109,8 +109,7 @@ class LocalScorer:
     ) -> list[Rendered | RowError]:
         """Return each item as `score_rendered` takes it, without the model; another thread may score meanwhile.
 
-        Args:
-            media: those that are processed already, by the renderer's keys.
+        `media` are processed already, by the renderer's keys.
         """
 
         def render(item: Any, cache: dict[str, ProcessedMedia]) -> Rendered:
@@ -137,12 +136,8 @@ class LocalScorer:
         """Return the raw logit of each prefix of an episode, [T]: of the frames up to each as the answer to `task`.
 
         The model reads the task and every frame once, in one forward within the token budget; the scores are those of
-        the T conversations alone. A model that cannot share prefixes computes these, and logs once why.
-
-        Args:
-            task: a text or messages.
-            frames: images in the order of time. A video is no list of frames here: where a family merges frames, as
-                Qwen's do in pairs, its prefixes have other tokens.
+        the T conversations alone. A model that cannot share prefixes computes these, and logs once why. A video is no
+        list of frames here: where a family merges frames, as Qwen's do in pairs, its prefixes have other tokens.
         """
         conversations = prefixes_of(task, frames)
         if self.repeats_prefixes and not self._told:

@@ -17,20 +17,11 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, first_line
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.parts import HEAD, MERGER, VISION
-from vlmrm.settings import did_you_mean, key
+from vlmrm.settings import check_least, did_you_mean, key
 from vlmrm.training.engines import check_checkpointing, check_engine_files, check_environment, read_engines
 from vlmrm.training.losses import PAIR_LOSSES
 
 RATES = {VISION: "vision_lr", MERGER: "merger_lr", HEAD: "head_lr"}  # keys of the parts' own learning rates
-# The least value of each number: torch and HF would fail late or with a traceback, or train something else in silence.
-LEAST = {
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
-    **dict.fromkeys(("num_irrelevant_pairs", "save_total_limit"), 1),
-    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "seed", "data_seed"), 0),
-    **dict.fromkeys(("adam_epsilon", "adam_beta1", "adam_beta2", "center_rewards_coefficient"), 0),
-    **dict.fromkeys(("dataloader_num_workers", "irrelevant_loss_weight", "tie_threshold", "probe_samples"), 0),
-    "router_aux_loss_coef": 0,
-}
 
 
 def check_launcher() -> None:
@@ -111,10 +102,15 @@ class RewardTrainingArguments(trl.RewardConfig):
                 f"optim: {self.optim} changes weights inside each backward pass, and a step may have several: choose "
                 "another, such as adafactor."
             )
-        for name, bound in LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not bound <= value < math.inf:  # NaN is neither
-                raise ConfigError(f"{name} is {value}: it must be at least {bound}.")
+        # Torch and HF would fail late or with a traceback, or train something else in silence.
+        batches = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
+        check_least(self, 1, *batches, "num_irrelevant_pairs", "save_total_limit")
+        optimizer = ("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon", "adam_beta1", "adam_beta2")
+        check_least(
+            self, 0, *optimizer, "warmup_steps", "seed", "data_seed", "dataloader_num_workers", "probe_samples"
+        )
+        losses = ("center_rewards_coefficient", "irrelevant_loss_weight", "router_aux_loss_coef")
+        check_least(self, 0, *losses, "tie_threshold")
         # Steps below 1 are a share of all; a part that is not to learn is frozen.
         for name in ("logging_steps", "save_steps", "eval_steps", *RATES.values()):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:

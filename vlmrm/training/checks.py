@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -24,8 +24,6 @@ from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
 from vlmrm.training.callbacks import LOGGED
 from vlmrm.training.engines import check_combination
 from vlmrm.training.optimizer import check_optimizer, optimizer_bytes
-
-Check = Callable[[RunArguments], Iterable[str] | None]
 
 
 def check_launch(run: RunArguments) -> None:
@@ -212,15 +210,7 @@ def has_bfloat16() -> bool:
 
 
 # Before anything is read or opened.
-CHECKS: tuple[Check, ...] = (
-    check_launch,
-    check_visible,
-    check_engine,
-    check_required,
-    check_ignored,
-    check_output,
-    check_bfloat16,
-)
+CHECKS = (check_launch, check_visible, check_engine, check_required, check_ignored, check_output, check_bfloat16)
 
 
 # Once the model is open ----------------------------------------------------------------------------------------------

@@ -271,13 +271,9 @@ def mend(output: Path, restart: Restart) -> None:
 
 
 class CompleteCheckpoints(Trainer):
-    """Save checkpoints with a manifest, written last; older checkpoints go only after that.
+    """Save checkpoints with a manifest, written last; older checkpoints go only after that."""
 
-    Attributes:
-        save_extras: writes further files into a checkpoint's folder before it is declared complete.
-    """
-
-    save_extras: Callable[[Path], None]
+    save_extras: Callable[[Path], None]  # writes further files into a checkpoint's folder
 
     def worth_saving(self) -> bool:
         """Return whether anything was trained yet."""
@@ -345,7 +341,6 @@ def rotate(newest: Path, limit: int | None, best: str | None) -> None:
 
 
 # Settings ------------------------------------------------------------------------------------------------------------
-
 
 SETTINGS = "training_settings.json"
 # Settings that a resumed run cannot change.

@@ -74,21 +74,14 @@ class TrainingResult:
 
 
 class Run:
-    """A training: its keys are parsed, then it is checked, opened, trained and closed.
-
-    Attributes:
-        settings: every key, with fingerprints of data and model.
-        base_digest: by which adapters know their base; None where none is trained.
-        checkpoint: what it goes on from; None where it begins.
-        trainer: once it is open.
-    """
+    """A training: its keys are parsed, then it is checked, opened, trained and closed."""
 
     def __init__(self, keys: RunArguments):
         self.keys = keys
         self.model_args, self.data_args, self.args = keys.model, keys.data, keys.training
-        self.checkpoint: Path | None = None
+        self.checkpoint: Path | None = None  # what it goes on from
         self.metrics: dict[str, Any] = {}
-        self.trainer: Any = None
+        self.trainer: Any = None  # once it is open
 
     def start_log(self) -> None:
         self.log_path = start_log("train")
@@ -103,7 +96,7 @@ class Run:
         keys, args = self.model_args, self.args
         transformers.set_seed(args.seed)
         self.processor = load_processor(keys.model_name_or_path, keys.model_revision, args.trust_remote_code)
-        self.settings = training_settings(keys, self.data_args, args)
+        self.settings = training_settings(keys, self.data_args, args)  # every key, and fingerprints of data and model
         self.base_digest = from_first_rank(lambda: base_digest(keys))
 
     def resume(self) -> bool:
@@ -228,7 +221,10 @@ class Run:
                 # HF's own loop: `RewardTrainer.train` calls this method.
                 result = Trainer.train(trainer, None if checkpoint is None else str(checkpoint))
         except KeyboardInterrupt as error:
-            raise Interrupted(interruption(args, trainer.state.global_step)) from error
+            end = ", and no checkpoint was saved yet: start again, or lower save_steps."
+            if saved := [folder for folder in find_checkpoints(args.output_dir) if (folder / COMPLETE).is_file()]:
+                end = f": continue from {saved[-1]} with --resume_from_checkpoint auto."
+            raise Interrupted(f"interrupted after step {trainer.state.global_step}{end}") from error
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -342,12 +338,12 @@ def build_trainer(make: Callable[..., Any], **arguments: Any) -> Any:
 
 def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval_dataset: Any) -> None:
     """Read a sample of the rows, and refuse data of which none or too little can be used."""
-    from vlmrm.training.survey import can_evaluate, can_train, check_survey, few_prompts, shared_prompts, survey
+    from vlmrm.training.survey import check_survey, few_prompts, shared_prompts, survey
 
     data_args, args = arguments.data, arguments.training
     collator = survey_collator(arguments, processor)
-    rows = survey(train_dataset, collator, can_train, data_args.split_seed)
-    check_survey(rows, "dataset_path", args.max_dropped_share, "weighs anything")
+    rows = survey(train_dataset, collator, data_args.split_seed)
+    check_survey(rows, "dataset_path", args.max_dropped_share)
     for remark in rows.remarks(args.use_irrelevant_queries):
         logger.warning(remark)
     size = args.train_batch_size * args.world_size
@@ -359,8 +355,8 @@ def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval
     if eval_dataset is None or args.eval_strategy == "no":
         return
     key = "eval_dataset_path" if data_args.eval_dataset_path else f"eval_fraction {data_args.eval_fraction}"
-    held_out = survey(eval_dataset, collator, can_evaluate, data_args.split_seed)
-    check_survey(held_out, key, args.max_dropped_share, "has a preference")
+    held_out = survey(eval_dataset, collator, data_args.split_seed, trains=False)
+    check_survey(held_out, key, args.max_dropped_share)
     if remark := few_prompts(held_out):
         logger.warning(remark)
     if data_args.eval_dataset_path and (both := shared_prompts(rows, held_out)):
@@ -405,14 +401,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory was wanting; on a CPU torch and oneDNN say so in words only."""
     words = ("can't allocate memory", "Cannot allocate memory", "could not create a primitive", "out of memory")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in words)
-
-
-def interruption(args: RewardTrainingArguments, step: int) -> str:
-    """Return the sentence after Ctrl-C: the newest checkpoint whose saving was completed, and how to go on."""
-    saved = [folder for folder in find_checkpoints(args.output_dir) if (folder / COMPLETE).is_file()]
-    if not saved:
-        return f"interrupted after step {step}, and no checkpoint was saved yet: start again, or lower save_steps."
-    return f"interrupted after step {step}: continue from {saved[-1]} with --resume_from_checkpoint auto."
 
 
 def steps_of(checkpoint: Path) -> int:

@@ -308,11 +308,8 @@ class StorageTally(TorchDispatchMode):
 def trace_step(model: nn.Module, inputs: Mapping[str, Any], *, share: float = 1.0, half: bool = False) -> int:
     """Return the bytes of one forward and backward beside the weights, at its peak: of inputs, activations, gradients.
 
-    Args:
-        model: on the meta device, ready to train; its weights become fake.
-        inputs: keywords of the model, real.
-        share: of each gradient, that a rank keeps.
-        half: run under autocast to bfloat16.
+    The model is on the meta device, ready to train, and its weights become fake; the `inputs` are real. A rank keeps a
+    `share` of each gradient. With `half` it runs under autocast to bfloat16.
     """
     fake = CPUFakes(allow_non_fake_inputs=True)
     with fake:

@@ -39,7 +39,7 @@ from vlmrm.training.engines import engine_of
 from vlmrm.training.folder import check_base, check_settings, check_unlocked, restart_of, training_settings
 from vlmrm.training.main import base_digest, build_collator, build_model, build_trainer, launch_alone, survey_collator
 from vlmrm.training.memory import Memory, estimate_memory, free_memory
-from vlmrm.training.survey import Survey, can_evaluate, can_train, check_survey, few_prompts, shared_prompts, survey
+from vlmrm.training.survey import Survey, check_survey, few_prompts, shared_prompts, survey
 from vlmrm.training.trainer import ComparisonTrainer
 
 SAMPLE = 500  # rows that a plan reads
@@ -189,16 +189,16 @@ def _plan_data_and_model(plan: TrainingPlan, run: RunArguments) -> None:
     train_dataset, eval_dataset = load_train_and_eval(data)
     processor = load_processor(model.model_name_or_path, model.model_revision, args.trust_remote_code)
     collator = survey_collator(run, processor)
-    plan.train = survey(train_dataset, collator, can_train, data.split_seed, SAMPLE)
+    plan.train = survey(train_dataset, collator, data.split_seed, SAMPLE)
     plan.rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * plan.processes
     plan.steps, plan.epochs = count_steps(run, plan.train.rows, plan.processes)
     with plan.stage():
-        check_survey(plan.train, "dataset_path", args.max_dropped_share, "weighs anything")
+        check_survey(plan.train, "dataset_path", args.max_dropped_share)
         plan.remarks += plan.train.remarks(args.use_irrelevant_queries)
     if eval_dataset is not None and args.eval_strategy != "no":
-        plan.held_out = survey(eval_dataset, collator, can_evaluate, data.split_seed, SAMPLE)
+        plan.held_out = survey(eval_dataset, collator, data.split_seed, SAMPLE, trains=False)
         with plan.stage():
-            check_survey(plan.held_out, "the evaluation", args.max_dropped_share, "has a preference")
+            check_survey(plan.held_out, "the evaluation", args.max_dropped_share)
         plan.held_out_prompts = len({*plan.held_out.prompts})
         if remark := few_prompts(plan.held_out):
             plan.remarks.append(remark)

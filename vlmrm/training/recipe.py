@@ -1,4 +1,7 @@
-"""A configuration that starts: one of three presets, chosen by the model's size and the memory of this machine."""
+"""A configuration that starts: one of three presets, chosen by the model's size and the memory of this machine.
+
+Its text is in config.yaml.jinja.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from vlmrm.conversation import Comparison, Video, media_of
+from vlmrm.conversation import Video, media_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import is_held_out_key, load_comparisons, prompt_keys
 from vlmrm.data.media import image_size
@@ -35,75 +39,6 @@ USABLE = 0.7  # share of the memory for weights and optimizer; the rest is for a
 FULL_BYTES, HALF_BYTES, QUANTIZED_BYTES = 16, 2, 0.7  # a parameter: trained whole, frozen in half precision, in 4 bits
 TOKEN_PIXELS = 28 * 28
 SMALL = 5e7  # parameters of a model for trials
-
-# What differs in the three kinds of training.
-PRESETS = {
-    "small": """\
-learning_rate: 1.0e-3  # for trials
-bf16: false  # float32 is faster for so few weights
-gradient_checkpointing: false
-""",
-    "LoRA": """\
-use_peft: true  # adapters and the head are trained
-lora_r: 16  # rank; 32 or 64 learn more and take little more memory
-lora_alpha: 32
-learning_rate: 1.0e-4
-bf16: {bf16}
-gradient_checkpointing: true  # computes activations twice to keep few
-""",
-    "whole": """\
-learning_rate: 1.0e-5
-bf16: {bf16}
-gradient_checkpointing: true  # computes activations twice to keep few
-""",
-}
-IN_4_BITS = "load_in_4bit: true  # QLoRA: the frozen weights in 4 bits\n"
-# DeepSpeed fills in `auto` from the other keys.
-ZERO = """\
-deepspeed:  # ZeRO-{stage}
-  zero_optimization: {{stage: {stage}, overlap_comm: true, contiguous_gradients: true, reduce_bucket_size: auto}}
-  bf16: {{enabled: auto}}
-  gradient_accumulation_steps: auto
-  gradient_clipping: auto
-  train_batch_size: auto
-  train_micro_batch_size_per_gpu: auto
-"""
-EVALUATING = """\
-eval_strategy: steps
-eval_steps: 0.2  # of all steps
-load_best_model_at_end: true
-metric_for_best_model: accuracy
-"""
-NOT_EVALUATING = "eval_strategy: 'no'  # too few prompts to hold any out: give eval_dataset_path\n"
-TEMPLATE = """\
-# Trains a reward model from {model} on {paths}: {rows:,} rows.
-# Made for {machine}: {why}.
-# Plan:   vlmrm plan {file}
-# Launch: {launch}
-
-# Model, and how it is trained
-model_name_or_path: {quoted_model}
-{preset}
-# Data
-dataset_path: {quoted_paths}
-{data}dataloader_num_workers: {workers}  # processes that read ahead
-use_irrelevant_queries: false  # true: answers should tie under another row's image and question
-
-# Steps
-output_dir: {output}
-num_train_epochs: {epochs}
-per_device_train_batch_size: {per_device}  # lower it first when memory runs out
-gradient_accumulation_steps: {accumulation}  # {step} a step
-max_tokens_per_batch: {tokens}  # what is computed at once; a larger batch goes through in parts
-lr_scheduler_type: cosine
-warmup_steps: 0.05  # of all steps
-
-# Evaluation, checkpoints, logs
-{evaluation}logging_steps: 10
-save_steps: 0.2
-save_total_limit: 2  # checkpoints kept
-report_to: none  # wandb, tensorboard or trackio
-"""
 
 
 @dataclass(frozen=True)
@@ -154,7 +89,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Method:
-    """One of `PRESETS`, perhaps in 4 bits or with ZeRO's stage, and why."""
+    """A preset (small, LoRA or whole), perhaps in 4 bits or with ZeRO's stage, and why."""
 
     preset: str
     why: str
@@ -211,40 +146,26 @@ def configuration(data: DataFacts, model: str, method: Method, machine: Machine,
     target = min(32, max(rows // 20, 1))  # rows a step, but at least 20 steps an epoch
     per_device = min(max(target // ranks, 1), 8 if machine.gpus or method.preset == "small" else 1)
     accumulation = max(round(target / (per_device * ranks)), 1)
-    preset = PRESETS[method.preset].format(bf16=_yaml(machine.bfloat16)) + IN_4_BITS * method.quantized
-    if method.zero:
-        preset += ZERO.format(stage=method.zero)
-    reading = "".join(f"{key}: {_yaml(value)}\n" for key, value in data.reading.items())
-    if data.held_out:
-        enough = "no prompt is on both sides"
-        few = f"here {data.held_out_prompts}: too few to tell, so add prompts"
-        reading += f"eval_fraction: {data.held_out}  # share of prompts held out; "
-        reading += f"{enough if data.held_out_prompts >= PROMPTS else few}\n"
-    if data.images:
-        tokens = 1280 if large else 512 if machine.gpus else 256
-        reading += f"max_pixels: {tokens * TOKEN_PIXELS}  # at most {tokens} tokens an image\n"
-    if data.bad_share:
-        reading += f"bad_rows: skip  # of a sample {data.bad_share:.1%} cannot be read\n"
-    return TEMPLATE.format(
+    loader = PackageLoader("vlmrm.training", ".")
+    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    environment.filters["yaml"] = _yaml
+    return environment.get_template("config.yaml.jinja").render(
+        data=data,
         model=model,
-        paths=", ".join(data.paths),
-        rows=data.rows,
+        method=method,
         machine=machine,
-        why=method.why,
         file=file,
         launch=launch_of(machine, file),
-        quoted_model=_yaml(model),
-        preset=preset,
-        quoted_paths=_yaml(data.paths[0] if len(data.paths) == 1 else data.paths),
-        data=reading,
+        enough_prompts=PROMPTS,
+        image_tokens=1280 if large else 512 if machine.gpus else 256,
+        token_pixels=TOKEN_PIXELS,
         workers=min(max((os.cpu_count() or 1) // ranks - 1, 0), 4),
-        output=_yaml(f"outputs/{Path(data.paths[0]).stem or 'reward_model'}"),
+        output=f"outputs/{Path(data.paths[0]).stem or 'reward_model'}",
         epochs=1 if rows > 5000 else 3,
         per_device=per_device,
         accumulation=accumulation,
         step=counted(per_device * accumulation * ranks, "row"),
         tokens=32768 if large else 16384,
-        evaluation=EVALUATING if data.held_out else NOT_EVALUATING,
     )
 
 
@@ -268,7 +189,9 @@ def facts_of_data(arguments: DataArguments) -> DataFacts:
         try:
             if isinstance(row, RowError):
                 raise row
-            images |= _has_images(row)
+            media = [medium for talk in row.conversations() for medium in media_of(talk.messages)]
+            sizes = [image_size(cast(Any, medium.reference)) for medium in media if not isinstance(medium, Video)]
+            images |= bool(sizes)
         except RowError as error:
             errors.append(error)
     if len(errors) > 0.1 * len(rows):
@@ -287,12 +210,6 @@ def facts_of_data(arguments: DataArguments) -> DataFacts:
         reason=errors[-1].reason if errors else "",
         reading={name: value for name in ("columns", "image_root") if (value := getattr(arguments, name)) is not None},
     )
-
-
-def _has_images(row: Comparison) -> bool:
-    """Return whether a row has images; one that cannot be read raises a RowError."""
-    media = [medium for conversation in row.conversations() for medium in media_of(conversation.messages)]
-    return bool([image_size(cast(Any, medium.reference)) for medium in media if not isinstance(medium, Video)])
 
 
 def _held_out(dataset: Any, count: int) -> tuple[float, int]:

@@ -38,9 +38,6 @@ class RewardTrainer(ComparisonTrainer):
         eval_dataset: held-out preferences; without it, those of `args.eval_dataset_path` or `eval_fraction`.
         callbacks: more of HF's callbacks.
         peft_config: the same as `use_peft` with the keys `lora_...`.
-
-    Raises:
-        VlmrmError: with one sentence for everything a user can mend.
     """
 
     args: RewardConfig  # ty: ignore[incompatible-mutable-override]

@@ -44,11 +44,8 @@ class Pass:
 class TrainingStep:
     """Runs every forward and backward of a batch, and adds up the figures for the log.
 
-    Args:
-        model: without adapters and wrappers around it.
-        autocast: HF's context of a forward.
-        prepare: moves the inputs of a forward to the device.
-        collator: makes the batches, and empty parts for ranks that have fewer forwards than others.
+    `model` is without adapters and wrappers, `autocast` HF's context of a forward; `prepare` moves its inputs to the
+    device. `collator` makes empty parts for ranks that have fewer forwards than others.
     """
 
     def __init__(
@@ -76,11 +73,9 @@ class TrainingStep:
             )
 
     def __call__(self, model: nn.Module, parts: Sequence[Part], totals: torch.Tensor, number: int) -> torch.Tensor:
-        """Return this rank's share of the step's loss; its gradient is reduced over ranks with the last forward.
+        """Return this rank's share of the loss of step `number`; its gradient is reduced with the last forward.
 
-        Args:
-            totals: the summed weights [2] of the step's preference and irrelevant pairs, over all ranks.
-            number: of the step, for errors.
+        `totals` are the summed weights [2] of the step's preference and irrelevant pairs, over all ranks.
         """
         # Each forward waits for all ranks, so ranks with fewer run empty ones.
         ahead, behind = self.missing(parts)  # forwards ahead of the passes, without a graph, and the passes' own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
@@ -25,30 +25,25 @@ from vlmrm.measures.audit import PROMPTS
 from vlmrm.training.losses import pair_weights
 
 SAMPLE = 64  # rows that a training renders before its first step
-LOOKED = 10_000  # rows whose margins are read, and that are compared with each other
-
-HasUse = Callable[[dict[str, torch.Tensor]], bool]  # of the pairs of a part
+LOOKED = 10_000  # rows whose prompts and margins are read, and that are compared with each other
 
 
 @dataclass
 class Survey:
-    """What the rows of a data set hold; `rows` are all of them, None of a stream.
+    """What the rows of a data set hold: all that were looked at, and a sample that was rendered."""
 
-    Of each row of the sample that can be used: `tokens` of all its conversations, images included. Of each row that
-    was `looked` at: the key of its prompt in `prompts`, its margins, and whether it contradicts an earlier one.
-    """
-
-    rows: int | None
+    rows: int | None  # all of them; None of a stream
+    trains: bool  # else it evaluates, and rows are not compared with each other
     sampled: int = 0
     useful: int = 0  # can be used, and have a pair that trains (or that an evaluation counts)
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # of all conversations of a row that can be used, images included
     positions: list[int] = field(default_factory=list)  # in the data set, of the rows with `tokens`
     images: int = 0
     videos: int = 0
     pairs: int = 0
     reasons: Counter[str] = field(default_factory=Counter)  # why rows are left out
     last_reason: str = ""
-    prompts: list[str] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)  # the keys of those of all rows looked at
     margins: list[float] = field(default_factory=list)
     contradictions: int = 0
     repeats: Repeats = field(default_factory=Repeats)
@@ -70,6 +65,8 @@ class Survey:
     def look(self, row: Comparison) -> None:
         """Compare a row with the earlier ones."""
         self.prompts.append("\0".join(split_key(row, "")))
+        if not self.trains:
+            return
         self.margins += margins_of(row)
         repeat = self.repeats.find(row)
         self.contradictions += repeat is not None and repeat.contradicts
@@ -77,7 +74,7 @@ class Survey:
             self.unrelated = any(are_unrelated(new, earlier) for earlier in self.subjects)
             self.subjects.add(new)
 
-    def render(self, position: int, row: dict[str, Any], collator: ComparisonCollator, has_use: HasUse) -> None:
+    def render(self, position: int, row: dict[str, Any], collator: ComparisonCollator) -> None:
         """Count a row of the sample, as the training reads it."""
         batch = collator([row])
         self.sampled += 1
@@ -86,7 +83,7 @@ class Survey:
             self.reasons[_kind(error)] += 1
             self.last_reason = str(error)
             return
-        self.useful += any(has_use(part["pairs"]) for part in batch["parts"])
+        self.useful += any(self._has_use(part["pairs"]) for part in batch["parts"])
         self.tokens.append(batch["counts"]["tokens"])
         self.positions.append(position)
         self.pairs += batch["counts"]["pairs"]
@@ -95,12 +92,11 @@ class Survey:
         self.images += kinds["image"]
         self.videos += kinds["video"]
 
-    def remarks(self, irrelevant: bool) -> Iterator[str]:
-        """Yield what is odd about margins and contradictions.
+    def _has_use(self, pairs: dict[str, torch.Tensor]) -> bool:
+        return bool(pair_weights(pairs).sum() > 0 if self.trains else (~pairs["tie"]).any())
 
-        Args:
-            irrelevant: whether answers train under other prompts: all rows without an unrelated pair are refused.
-        """
+    def remarks(self, irrelevant: bool) -> Iterator[str]:
+        """Yield what is odd; where answers train under `irrelevant` prompts, refuse rows of which none has any."""
         if irrelevant and not self.unrelated:
             reason = (
                 f"use_irrelevant_queries does nothing: no two of {self.looked:,} rows have prompts of different "
@@ -118,25 +114,17 @@ class Survey:
             )
 
 
-def can_train(pairs: dict[str, torch.Tensor]) -> bool:
-    """Return whether some pair has a weight above 0."""
-    return bool(pair_weights(pairs).sum() > 0)
-
-
-def can_evaluate(pairs: dict[str, torch.Tensor]) -> bool:
-    """Return whether some pair has a preference."""
-    return bool((~pairs["tie"]).any())
-
-
-def survey(dataset: Any, collator: ComparisonCollator, has_use: HasUse, seed: int, limit: int = SAMPLE) -> Survey:
+def survey(
+    dataset: Any, collator: ComparisonCollator, seed: int, limit: int = SAMPLE, *, trains: bool = True
+) -> Survey:
     """Look at `LOOKED` rows, and render a random sample of `limit`; of a stream do both with the first `limit`."""
     collator = dataclasses.replace(collator, irrelevant=None)  # it would remember these rows as donors
-    result = Survey(len(dataset) if isinstance(dataset, Sized) else None)
+    result = Survey(len(dataset) if isinstance(dataset, Sized) else None, trains)
     for position, row, sampled in _rows(dataset, seed, limit):
         if isinstance(row["comparison"], Comparison):
             result.look(row["comparison"])
         if sampled:
-            result.render(position, row, collator, has_use)
+            result.render(position, row, collator)
     return result
 
 
@@ -162,10 +150,11 @@ def _kind(error: RowError) -> str:
     return "with an image or video that cannot be read" if isinstance(error, MediaError) else "wrong"
 
 
-def check_survey(result: Survey, key: str, max_dropped_share: float, requirement: str) -> None:
+def check_survey(result: Survey, key: str, max_dropped_share: float) -> None:
     """Refuse data of which too much, or all, would be left out."""
     rows = f"the {result.sampled} rows" if result.rows == result.sampled else f"{result.sampled} sampled rows"
     if not result.useful:
+        requirement = "weighs anything" if result.trains else "has a preference"
         why = f"can be used ({result.last_reason})" if result.last_reason else requirement
         raise TrainingError(f"none of {rows} of {key} {why}: vlmrm check-data says what they hold.")
     if result.dropped_share > max_dropped_share:

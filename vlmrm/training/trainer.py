@@ -54,13 +54,10 @@ relies_on(Trainer.save_model, "_internal_call")
 
 
 class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
-    """Trains a reward model on batches of `ComparisonCollator`.
+    """Trains a reward model of `vlmrm.modeling` on batches of `ComparisonCollator`.
 
-    Args:
-        model: a `*ForSequenceClassification` of `vlmrm.modeling`.
-        processor: the model's processor; it is saved with every checkpoint.
-        collator: makes training batches; evaluation uses it without irrelevant queries.
-        save_extras: writes the files that scoring needs into a checkpoint folder, before it is declared complete.
+    Evaluation uses the collator without irrelevant queries. `save_extras` writes the files that scoring needs into a
+    checkpoint's folder, before it is declared complete.
     """
 
     _name = "vlmrm"

@@ -339,11 +339,8 @@ def with_intervals(
     """Return the figures of `rule` with 95 % intervals, NaN where the units they rest on are fewer than two.
 
     An interval is Wilson's of as many independent values as the jackknife's standard error is worth (Korn and
-    Graubard, Confidence intervals for proportions, 1998). A `threshold` is no share and has none.
-
-    Args:
-        units: what is independent, units[N].
-        rows: by figure, whether it rests on each pair: [N].
+    Graubard, Confidence intervals for proportions, 1998). A `threshold` is no share and has none. `units` [N] are what
+    is independent, and `rows` by figure whether it rests on each pair, [N].
     """
     parts = dealt(units, frame["category"].map(str).to_numpy())
     plain = frame[[name for name in frame if not str(name).endswith(TEXTS)]]

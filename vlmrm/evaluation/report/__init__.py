@@ -46,9 +46,6 @@ def build_report(
     Args:
         sources: frames of scored pairs, `.scores.parquet` files, or the results (.csv, .json) beside them. The
             report is about the best checkpoint of the .json, or without one about the most accurate.
-
-    Raises:
-        ConfigError, DataError: when a source cannot be read or holds nothing, or `output_dir` cannot be written.
     """
     checkpoints, left_out = split(read_frames(sources))
     sweeps = read_sweeps(sources)
@@ -95,7 +92,11 @@ def build_report(
             group="category" if "category" in best.rows else "",
             style=style,
             script=script,
-            policy=_policy(style, script),
+            # Nothing is loaded, and nothing runs but the script by its digest. Attributes of style are allowed, as
+            # matplotlib's drawings have them; nothing of the data is in one.
+            policy=f"default-src 'none'; script-src 'sha256-{digest_of(script)}'; "
+            f"style-src-elem 'sha256-{digest_of(style)}'; style-src-attr 'unsafe-inline'; img-src data:; "
+            "base-uri 'none'; form-action 'none'",
             version=vlmrm.__version__,
             date=now(),
         )
@@ -107,17 +108,6 @@ def build_report(
 def _beside(name: str) -> str:
     """Return a file of this folder."""
     return Path(__file__).with_name(name).read_text(encoding="utf-8")
-
-
-def _policy(style: str, script: str) -> str:
-    """Return the page's content security policy: nothing is loaded, and nothing runs but the script by its digest.
-
-    Attributes of style are allowed, as matplotlib's drawings have them; nothing of the data is in one.
-    """
-    return (
-        f"default-src 'none'; script-src 'sha256-{digest_of(script)}'; style-src-elem 'sha256-{digest_of(style)}'; "
-        "style-src-attr 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
 
 
 def templates(*, escape: bool = True) -> Environment:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Subset
 
-from vlmrm.batching import Batch, ComparisonCollator
+from vlmrm.batching import ComparisonCollator
 from vlmrm.engine import Engine, ScoredRow
 from vlmrm.evaluation.choosing import step_of
 from vlmrm.evaluation.entry import Entry, SweepRun
@@ -21,8 +20,6 @@ from vlmrm.modeling import LoadedReward, batcher_for, load_checkpoint, load_weig
 from vlmrm.modeling.attention import attention_of
 from vlmrm.modeling.manifest import checkpoint_digest, hub_snapshot
 from vlmrm.rendering import MediaLimits, Renderer
-
-KEPT_BYTES = 2 << 30  # of tensors of batches in memory
 
 
 class CheckpointEntry(Entry):
@@ -87,24 +84,13 @@ class OpenCheckpoint:
     engine: Engine
     run: SweepRun
     limits: Mapping[str, str]
-    kept: dict[Any, list[Batch]] = field(default_factory=dict)  # the first batches of data sets, for all checkpoints
 
     @property
     def interventions(self) -> Mapping[str, Any]:
         return self.engine.interventions
 
-    @torch.inference_mode()
     def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
-        kept = self.kept.setdefault(dataset, [])
-        for batch in list(kept):
-            yield from self.engine.score_batch(batch)
-        rest = Subset(dataset, range(min(len(kept) * batch_size, len(dataset)), len(dataset)))
-        room = KEPT_BYTES - _bytes([batch["parts"] for batches in self.kept.values() for batch in batches])
-        for batch in self.engine.batches(rest, batch_size=batch_size, num_workers=num_workers) if len(rest) else ():
-            room -= _bytes(batch["parts"])  # below zero from the first batch that does not fit: there is no gap
-            if room >= 0:
-                kept.append(batch)
-            yield from self.engine.score_batch(batch)
+        return self.engine.rows(dataset, batch_size=batch_size, num_workers=num_workers)
 
     def origin(self) -> Origin:
         model = self.loaded.model
@@ -120,14 +106,6 @@ class OpenCheckpoint:
     def close(self) -> None:
         """Leave it to the next checkpoint of the run."""
         self.run.closed[:] = [self]
-
-
-def _bytes(values: Any) -> int:
-    """Return the bytes of the tensors in nested dictionaries and lists."""
-    if isinstance(values, torch.Tensor):
-        return values.nbytes
-    values = list(values.values()) if isinstance(values, dict) else values
-    return sum(map(_bytes, values)) if isinstance(values, list) else 0
 
 
 def engine_for(loaded: LoadedReward, run: SweepRun, limits: Mapping[str, str]) -> Engine:

@@ -64,12 +64,10 @@ class Truncation:
 
 
 class ClipTowers:
-    """The text and image towers of a CLIP model.
+    """The text and image towers of a CLIP model, by its `name` in the log.
 
-    Args:
-        model: in float32; it computes in `dtype`, but `scale`, exp(logit_scale), stays exact.
-        prepare: maps images of any size to pixels [N, 3, H, W] as the model was trained with.
-        name: the model in log messages.
+    The model is given in float32 and computes in `dtype`, but `scale`, exp(logit_scale), stays exact. `prepare` maps
+    images of any size to pixels [N, 3, H, W] as the model was trained with.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArgume
 
 FILE = "HPSv3.safetensors"
 TOKEN = "<|Reward|>"
-PIXELS = 256 * 28 * 28  # of every image, in the published configuration
+PIXELS = 256 * 28 * 28  # of every image, in the published configuration; its sides are multiples of 28
 
 
 class HPSv3(PointwiseRewardModel):
@@ -49,8 +49,9 @@ class HPSv3(PointwiseRewardModel):
     def __call__(  # ty: ignore[incompatible-method-override]
         self, prompt: list[str], image: list[Image.Image]
     ) -> RewardModelOutput:
+        limits: Any = {"min_pixels": PIXELS, "max_pixels": PIXELS}
         questions = [
-            question(ImagePart(_sized(picture)), self.template, text)
+            question(ImagePart(fetch_image({"image": picture, **limits})), self.template, text)
             for text, picture in zip(prompt, image, strict=True)
         ]
         rewards, spread, failures = [], [], {}
@@ -61,12 +62,6 @@ class HPSv3(PointwiseRewardModel):
             rewards.append(mu)
             spread.append(log_sigma)
         return RewardModelOutput(rewards=rewards, extra_info={"log_sigma": spread}, failures=failures)
-
-
-def _sized(picture: Image.Image) -> Image.Image:
-    """Return the image resized to about `PIXELS` pixels, sides multiples of 28."""
-    request: Any = {"image": picture, "min_pixels": PIXELS, "max_pixels": PIXELS}
-    return fetch_image(request)
 
 
 def _load(path: str, base: str, dtype: torch.dtype, device: torch.device) -> RewardTokenReader:

@@ -23,13 +23,10 @@ class JpegIncompressibility(PointwiseRewardModel):
         return RewardModelOutput([kilobytes(picture) for picture in image])
 
 
-class JpegCompressibility(PointwiseRewardModel):
+class JpegCompressibility(JpegIncompressibility):
     """The same, divided by -500 as in Flow-GRPO; Black et al. have the negative kilobytes themselves."""
 
-    required_fields = ("image",)
-    options = ()
-
-    def __call__(self, image: list[Image.Image]) -> RewardModelOutput:  # ty: ignore[incompatible-method-override]
+    def __call__(self, image: list[Image.Image]) -> RewardModelOutput:
         return RewardModelOutput([-kilobytes(picture) / SCALE for picture in image])
 
 

@@ -46,12 +46,9 @@ class RewardTokenModel(nn.Module):
 
 
 class RewardTokenReader:
-    """A published reward model with its processor.
+    """A published reward model, by its weights but `lm_head`, with the configuration and processor of `base`.
 
-    Args:
-        weights: by the names of the published file; `lm_head` is ignored.
-        base: the Qwen2-VL whose configuration and processor are used; its weights are not needed.
-        tokens: the reward tokens, in the order in which the published code adds them to the tokenizer.
+    The published code adds the reward tokens to the tokenizer in the order of `tokens`.
     """
 
     def __init__(

@@ -255,20 +255,16 @@ def check_not_denied(replies: Sequence[object]) -> None:
 
 @dataclass
 class Usage:
-    """Counts of one judge in this process; prices are for a million tokens, in any currency.
-
-    `calls` are HTTP requests, `retries` those after one that failed, `malformed` replies asked for again; `failures`
-    are items without a reply. Tokens are as the server reports them; a reply from the cache costs none.
-    """
+    """Counts of one judge in this process; prices are for a million tokens, in any currency."""
 
     prompt_price: float = 0.0
     completion_price: float = 0.0
-    calls: int = 0
-    retries: int = 0
-    malformed: int = 0
+    calls: int = 0  # HTTP requests
+    retries: int = 0  # those after one that failed
+    malformed: int = 0  # replies asked for again
     cache_hits: int = 0
-    failures: int = 0
-    prompt_tokens: int = 0
+    failures: int = 0  # items without a reply
+    prompt_tokens: int = 0  # as the server reports them; a reply from the cache costs none
     completion_tokens: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 

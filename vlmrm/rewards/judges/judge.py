@@ -97,6 +97,19 @@ class SampleJudge(BaseRewardModel):
         self.deterministic = self.settings.temperature == 0
         self.client = JudgeClient(self.settings)
 
+    def __call__(  # ty: ignore[incompatible-method-override]
+        self,
+        prompt: list[str],
+        image: list[Image.Image] | None = None,
+        video: list[list[Image.Image]] | None = None,
+        condition_images: list[list[Image.Image]] | None = None,
+    ) -> RewardModelOutput:
+        return self.judged(judge_samples(prompt, image, video, condition_images))
+
+    @abstractmethod
+    def judged(self, samples: Sequence[JudgeSample]) -> RewardModelOutput:
+        """Return the rewards of the samples of a call."""
+
     def counters(self) -> dict[str, float]:
         names = ("calls", "retries", "malformed", "cache_hits", "prompt_tokens", "completion_tokens", "cost")
         return {name: getattr(self.client.usage, name) for name in names}
@@ -131,14 +144,7 @@ class Judge(SampleJudge, PointwiseRewardModel):
     def _expects(self) -> bool:
         return isinstance(self.settings, ScoreSettings) and self.settings.expected_score
 
-    def __call__(  # ty: ignore[incompatible-method-override]
-        self,
-        prompt: list[str],
-        image: list[Image.Image] | None = None,
-        video: list[list[Image.Image]] | None = None,
-        condition_images: list[list[Image.Image]] | None = None,
-    ) -> RewardModelOutput:
-        samples = judge_samples(prompt, image, video, condition_images)
+    def judged(self, samples: Sequence[JudgeSample]) -> RewardModelOutput:
         questions: dict[int, Question] = {}
         failures: dict[int, str] = {}
         for index, sample in enumerate(samples):

@@ -9,7 +9,6 @@ from itertools import combinations
 from statistics import fmean
 
 import numpy as np
-from PIL import Image
 from pydantic import Field
 
 from vlmrm.errors import MediaError, RewardError
@@ -26,7 +25,6 @@ from vlmrm.rewards.judges.judge import (
     fence,
     image_part,
     json_reply,
-    judge_samples,
     shown_frames,
     text_part,
 )
@@ -67,14 +65,7 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
     settings: PairwiseSettings
     shown = ("first", "second")
 
-    def __call__(  # ty: ignore[incompatible-method-override]
-        self,
-        prompt: list[str],
-        image: list[Image.Image] | None = None,
-        video: list[list[Image.Image]] | None = None,
-        condition_images: list[list[Image.Image]] | None = None,
-    ) -> RewardModelOutput:
-        samples = judge_samples(prompt, image, video, condition_images)
+    def judged(self, samples: Sequence[JudgeSample]) -> RewardModelOutput:
         # In an order of their own, so that who meets whom does not depend on that of the group.
         order = sorted(range(len(samples)), key=lambda index: (self._key(samples[index]), index))
         group = _Group([samples[index] for index in order], self)
@@ -83,18 +74,14 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
         met = [sum(place in pair for pair in credits) for place in range(len(samples))]
         rates = win_rates(values).tolist()
         failures = {index: group.reason(place) for place, index in enumerate(order) if not met[place]}
-        rows = {
-            index: (
-                math.nan if index in failures else rates[place],
-                values[place],
-                met[place],
-                group.consistent(place),
-            )
-            for place, index in enumerate(order)
+        places = np.argsort(order).tolist()  # of the samples in that order
+        rewards = [math.nan if index in failures else rates[place] for index, place in enumerate(places)]
+        info = {
+            "strength": [float(values[place]) for place in places],
+            "pairs": [met[place] for place in places],
+            "consistent": [group.consistent(place) for place in places],
         }
-        rewards, strength, pairs, consistent = zip(*(rows[index] for index in range(len(samples))), strict=True)
-        info = {"strength": [float(it) for it in strength], "pairs": list(pairs), "consistent": list(consistent)}
-        return RewardModelOutput(list(rewards), info, failures)
+        return RewardModelOutput(rewards, info, failures)
 
     def _key(self, sample: JudgeSample) -> str:
         try:

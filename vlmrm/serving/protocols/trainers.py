@@ -14,6 +14,7 @@ import pickle
 import uuid
 from functools import partial
 from typing import Any, Literal
+from urllib.parse import quote
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field, model_validator
@@ -24,7 +25,6 @@ from vlmrm.formats.flow_factory import data_uri
 from vlmrm.formats.pickles import read_pickle
 from vlmrm.formats.rollouts import read_openrlhf_query, read_slime_sample, zip_columns
 from vlmrm.formats.texts import read_text
-from vlmrm.formats.unirl import read_history
 from vlmrm.formats.wire import Item
 from vlmrm.serving.errors import InvalidRequest, RewardFailed, error_of
 from vlmrm.serving.event_loop import in_thread
@@ -236,7 +236,28 @@ async def unirl_rewards(request: Request) -> dict[str, list[str]]:
 
 
 def _history(media: MediaResolver, request: HistoryRequest) -> Item:
-    item = media.item(read_history([turn.model_dump() for turn in request.history]))
+    """Return the last turn as an item; the media of the turns before it are its conditions."""
+    last = request.history[-1]
+    images: list[str | None] = []
+    videos: list[str | None] = []
+    for turn in request.history:
+        image, video, path = turn.image_b64, turn.video_b64, turn.video_path
+        if turn.text != last.text:
+            raise RowError("the texts of its history differ, and a reward reads one prompt: send turns of one text")
+        if image is None and video is None and path is None:
+            raise RowError("a turn of its history has neither an image nor a video")
+        if video is not None and path is not None:
+            raise RowError("a turn of its history has video_b64 and video_path: send one of them")
+        images.append(None if image is None else data_uri(image))
+        videos.append(f"file://{quote(path)}" if path is not None else None if video is None else data_uri(video))
+    sample = Sample(
+        last.text,
+        image=images.pop(),
+        video=videos.pop(),
+        condition_images=tuple(filter(None, images)),
+        condition_videos=tuple(filter(None, videos)),
+    )
+    item = media.item(sample)
     return {**item, "metadata": request.metadata} if request.metadata else item
 
 
