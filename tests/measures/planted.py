@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -151,21 +150,3 @@ def trial(scorer: Planted, truth: dict[str, float], n: int, seed: list[int]) -> 
     }
     wrong = [name for name, state in states.items() if claims[state](truth[name])]
     return wrong, scorer.guilt is not None and states[scorer.guilt[0]] == scorer.guilt[1]
-
-
-def main() -> None:
-    """Write the table of docs/evaluation.md: each scorer with 20 seeds."""
-    truths = {scorer.name: truth_of(scorer, 40_000) for scorer in (*GUILTY, *INNOCENT)}
-    for n in (30, 60, 120, 300, 1000):
-        cells = []
-        for group in (GUILTY, INNOCENT):
-            trials = [trial(s, truths[s.name], n, [n, i, seed]) for i, s in enumerate(group) for seed in range(20)]
-            sought = [bool(s.guilt) for s in group for _ in range(20)]
-            wrong = np.mean([bool(names) for names, _ in trials])
-            right = np.mean([hit for (_, hit), is_sought in zip(trials, sought, strict=True) if is_sought])
-            cells += [f"{wrong:.1%}", f"{right:.0%}"]
-        sys.stdout.write(f"| {n:,} | {' | '.join(cells)} |\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,13 +7,11 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from conversations import rated
 from pair_frames import list_frame, pair_frame
 
-from vlmrm.errors import ConfigError, DataError
+from vlmrm.errors import ConfigError
 from vlmrm.measures import metrics, statistics
 from vlmrm.measures.analysis import analyse, figures, metric
-from vlmrm.measures.pairs import ScoredComparisons, scored_frame
 
 MARGINS = np.array([1.5, -0.5, 0.0, 2.0, 0.25, -1.0])
 FRAME = pair_frame(
@@ -66,16 +64,6 @@ def test_ranked_lists_have_an_order_and_a_best():
     assert [best_of_three[kind]["value"] for kind in ("model", "oracle", "random")] == [2.5, 3.0, 2.0]
 
 
-def test_the_sweep_s_own_frame_is_understood():
-    comparisons = [rated(str(i), [], [[], [], []], [2.0, 1.0, 1.0], columns={"source": "ab"[i % 2]}) for i in range(4)]
-    scores = [[1.0, 0.0, 0.5], [0.0, 1.0, 2.0], [3.0, 1.0, 1.0], [1.0, 0.0, 0.5]]
-    result = ScoredComparisons(comparisons, scores, [{} for _ in comparisons])
-    found = analyse(scored_frame(result, group_by=["source"]))
-    assert found["overall"]["tied_pairs"] == 4
-    assert found["overall"]["preference_accuracy"]["value"] == 6 / 8
-    assert found["by"]["source"]["b"]["preference_accuracy"]["value"] == 2 / 4
-
-
 def test_pairs_that_people_all_tied_have_no_accuracy():
     found = figures(pair_frame([1.0, 2.0], tie=True))
     assert found["sample_count"] == 0 and math.isnan(found["preference_accuracy"]["value"])
@@ -90,8 +78,3 @@ def test_pairs_that_people_all_tied_have_no_accuracy():
 def test_a_figure_that_cannot_be_is_refused(name, named):
     with pytest.raises(ConfigError, match=named):
         metric(figures(FRAME), name)
-
-
-def test_a_score_that_is_no_number_is_named():
-    with pytest.raises(DataError, match="comparison row3"):
-        analyse(FRAME.assign(chosen_score=[0, 0, 0, np.nan, 0, 0]))

@@ -13,11 +13,10 @@ from PIL import Image as Pillow
 from vlmrm.conversation import Comparison, Image, Judgement, Message, Text, Video, VideoOptions, media_of, text_of
 from vlmrm.data.media import open_image, open_video
 from vlmrm.errors import ConfigError
-from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.measures import changes
 from vlmrm.measures.changes import AGREEMENT
 from vlmrm.measures.donors import is_sampled, prompt_id
-from vlmrm.measures.interventions import INTERVENTIONS, Intervention, alterations, named
+from vlmrm.measures.interventions import INTERVENTIONS, alterations, named
 from vlmrm.measures.pairs import PairArrays, ScoredComparisons, scored_frame
 
 RNG = np.random.default_rng(0)
@@ -183,15 +182,6 @@ def test_words_of_the_key_are_names_families_and_groups():
     assert named(["style", "blank_image"]) == ["blank_image", *named(["style"])]
     with pytest.raises(ConfigError, match="did you mean blank_image"):
         named(["blank_imgae"])
-
-
-def test_a_new_one_is_declared_once_and_appears_everywhere(monkeypatch):
-    new = Intervention("sung_answers", lambda comparison, donors: comparison, "style", "answers sung", "with songs")
-    monkeypatch.setitem(INTERVENTIONS, new.name, new)
-    frame = scored_frame(ScoredComparisons([ROW], [[2.0, 1.0]], [{"sung_answers": [0.0, 5.0]}]))
-    assert frame[["sung_answers_chosen", "sung_answers_rejected"]].to_numpy().tolist() == [[0.0, 5.0]]
-    assert "sung_answers" in EvaluationArguments(model_dirs=["m"], interventions=["style"]).interventions
-    assert pickle.loads(pickle.dumps(new)) is new, "the workers of a DataLoader find it by its name"
 
 
 def test_a_sample_has_whole_prompts_and_about_its_size_and_grows_with_it():

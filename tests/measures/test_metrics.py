@@ -13,7 +13,7 @@ from conversations import rated
 from vlmrm.evaluation.results import table_figures
 from vlmrm.measures.analysis import figures, trl_summary
 from vlmrm.measures.metrics import distribution
-from vlmrm.measures.pairs import groupwise_right, scored_pairs
+from vlmrm.measures.pairs import scored_pairs
 
 RATINGS = {"a": [1, 0], "b": [0, 1], "c": [1, 0], "tie": [1, 1], "list": [3, 1, 2]}
 PAIRS = scored_pairs(
@@ -46,16 +46,6 @@ def test_trl_names_hold_the_same_figures():
     for name, other in {"accuracy": "preference_accuracy", "margin": "average_margin", "loss": "loss"}.items():
         assert theirs[name] == pytest.approx(ours[other])
     assert (theirs["min_reward"], theirs["max_reward"], theirs["pairs"]) == (-0.5, 9.0, 6)
-
-
-def test_without_pairs_there_are_no_figures():
-    empty = trl_summary(scored_pairs([], []))
-    assert empty["pairs"] == 0 and math.isnan(empty["accuracy"]) and math.isnan(empty["mean_reward"])
-
-
-def test_a_comparison_is_right_when_every_pair_is():
-    margins = np.array([1.0, 1.0, -1.0, 2.0, 0.0])
-    assert groupwise_right(margins, np.array([0, 1, 1, 2, 3])).tolist() == [True, False, True, False]
 
 
 def test_distribution_of_a_known_sample():

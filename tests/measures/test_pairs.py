@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
 from pair_frames import list_frame, pair_frame
 
@@ -12,10 +11,8 @@ from vlmrm.errors import DataError
 from vlmrm.measures.pairs import (
     candidates_of,
     check_pairs,
-    comparison_numbers,
     credits_of,
     margins_of,
-    pair_index,
     scored_pairs,
 )
 
@@ -35,14 +32,6 @@ def test_several_raters_of_a_pair_are_one_row_of_their_mean():
     frame = scored_pairs([comparison], [[0.5, 1.5]])
     row = frame[["chosen_branch", "chosen_rating", "chosen_score", "weight", "tie"]].to_dict("records")
     assert row == [{"chosen_branch": 1, "chosen_rating": 0.75, "chosen_score": 1.5, "weight": 1.0, "tie": False}]
-
-
-def test_a_repeated_comparison_is_two():
-    once = list_frame([[0.3, 0.1, 0.2]], [[3, 2, 1]])
-    twice = pd.concat([once, once], ignore_index=True)
-    assert comparison_numbers(twice).tolist() == [0, 0, 0, 1, 1, 1]
-    assert len(candidates_of(twice).scores) == 6
-    assert pair_index(twice).is_unique
 
 
 def test_margins_of_people_s_ties_are_unknown():

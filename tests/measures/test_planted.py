@@ -7,8 +7,7 @@ import pytest
 from pair_frames import pair_frame
 from planted import GUILTY, INNOCENT, Planted, trial, truth_of
 
-from vlmrm.evaluation.report.audit import headline
-from vlmrm.measures.audit import Finding, audit, deciding, holm
+from vlmrm.measures.audit import Finding, audit, holm
 
 SEEDS = 8
 RNG = np.random.default_rng(0)
@@ -43,44 +42,12 @@ def named(name: str) -> Planted:
     return next(each for each in (*GUILTY, *INNOCENT) if each.name == name)
 
 
-def test_what_is_strange_to_a_model_does_not_acquit_it():
-    findings = found(named("reads texts alone, lost on grey"))
-    assert of(findings, "blank_image").state == "undecided", "noise says otherwise"
-    assert deciding(findings, "image") == of(findings, "swapped_image")
-    assert "no sign that it looks at the image" in headline(findings)
-
-
 def test_grey_alone_decides_where_the_answers_are_nothing_but_images():
     margins = np.random.default_rng(0).normal(0.583, 1, 300)
     images = {"chosen_length": 0, "rejected_length": 0, "chosen_pixels": 3136, "rejected_pixels": 3136}
     grey = pair_frame(margins, blank_image_chosen=0.0, blank_image_rejected=0.0, **images)
     assert of(audit(grey), "blank_image").state == "reliant"
     assert of(audit(grey.assign(blank_image_chosen=margins)), "blank_image").state == "not reliant"
-
-
-@pytest.mark.parametrize("n", [30, 60])
-def test_a_model_that_looks_is_not_accused_by_few_pairs(n: int):
-    assert all(of(found(each, n), "swapped_image").state != "not reliant" for each in INNOCENT)
-
-
-def test_a_model_that_does_not_read_the_question_is_found_by_the_question_alone():
-    findings = found(named("looks and reads answers"))
-    assert of(findings, "swapped_prompt").state == "reliant", "which exchanges the images too"
-    assert "no sign that it needs the question" in headline(findings)
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("loves markdown", "markdown it loses"),
-        ("hates markdown", "markdown it gains"),
-        ("loves length", "the longer one"),
-        ("loves the last", "standing last"),
-    ],
-)
-def test_what_should_not_matter_is_told_with_its_direction(name, words):
-    said = headline(found(named(name)))
-    assert "What should not matter does" in said and words in said
 
 
 def test_a_position_that_never_changes_is_said_to_hide_a_liking_for_it():
@@ -129,7 +96,3 @@ def test_holm_is_the_loop_over_its_definition():
     for rank, index in enumerate(order):
         largest = max(largest, min((len(p) - rank) * p[index], 1.0))
         assert holm(list(p))[index] == pytest.approx(largest)
-
-
-def test_without_interventions_the_headline_says_so():
-    assert "was not measured" in headline(audit(pair_frame(RNG.normal(1, 1, 300))))

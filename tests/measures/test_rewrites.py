@@ -51,11 +51,6 @@ def test_a_second_time_changes_nothing(name, text):
     assert ALL[name](once) == once
 
 
-@pytest.mark.parametrize("name", ["padded", "agreeing"])
-def test_what_decorates_keeps_the_text_itself(name):
-    assert ANSWER in ALL[name](ANSWER) != ANSWER
-
-
 def test_markdown_is_set_and_stripped():
     plain = "The dog is red. It weighs 3.5 kg!"
     assert changes.with_markdown(plain) == "## Answer\n\n**The dog is red.**\n\nIt weighs 3.5 kg!"
