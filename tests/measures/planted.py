@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,17 +84,13 @@ class Planted:
 
 
 BLIND, DEAF = ("swapped_image", "not reliant"), ("swapped_question", "not reliant")
+STRANGE = ("blank_image", "noise_image", "no_question")
+MARKDOWN = ("added_markdown", "reliant")
 
 GUILTY = [
     Planted("reads texts alone", (1, 0, 0), 1.0, guilt=BLIND),
     Planted("reads texts alone, lost on grey", (1, 0, 0), 1.0, lost=("blank_image",), guilt=BLIND),
-    Planted(
-        "reads texts alone, lost on all",
-        (1, 0, 0),
-        1.0,
-        lost=("blank_image", "noise_image", "no_question"),
-        guilt=BLIND,
-    ),
+    Planted("reads texts alone, lost on all", (1, 0, 0), 1.0, lost=STRANGE, guilt=BLIND),
     Planted("reads texts alone, well", (1, 0, 0), 1.6, guilt=BLIND),
     Planted("reads texts alone, hardly", (1, 0, 0), 0.8, guilt=BLIND),
     Planted("reads question and texts", (1, 1, 0), 0.7, guilt=BLIND),
@@ -108,11 +103,9 @@ GUILTY = [
     Planted("looks alone, well", (0, 0, 1), 1.5, guilt=DEAF),
     Planted("looks, lost without a question", (0.3, 0, 1), 1.0, lost=("no_question",), guilt=DEAF),
     Planted("looks in prompts with two pairs", (0.3, 0, 1), 1.2, pairs_of_prompt=2, guilt=DEAF),
-    Planted("likes markdown", falls_for={"added_markdown": 1.0}, guilt=("added_markdown", "reliant")),
-    Planted("loves markdown", falls_for={"added_markdown": 3.0}, guilt=("added_markdown", "reliant")),
-    Planted(
-        "hates markdown", (0.3, 0.7, 0.7), 0.5, falls_for={"added_markdown": -3.0}, guilt=("added_markdown", "reliant")
-    ),
+    Planted("likes markdown", falls_for={"added_markdown": 1.0}, guilt=MARKDOWN),
+    Planted("loves markdown", falls_for={"added_markdown": 3.0}, guilt=MARKDOWN),
+    Planted("hates markdown", (0.3, 0.7, 0.7), 0.5, falls_for={"added_markdown": -3.0}, guilt=MARKDOWN),
     Planted("likes padding", falls_for={"padded_answers": 1.0}, guilt=("padded_answers", "reliant")),
     Planted("loves padding", falls_for={"padded_answers": 2.0}, guilt=("padded_answers", "reliant")),
     Planted("likes flattery", falls_for={"agreeing_answers": 1.0}, guilt=("agreeing_answers", "reliant")),
@@ -157,21 +150,3 @@ def trial(scorer: Planted, truth: dict[str, float], n: int, seed: list[int]) -> 
     }
     wrong = [name for name, state in states.items() if claims[state](truth[name])]
     return wrong, scorer.guilt is not None and states[scorer.guilt[0]] == scorer.guilt[1]
-
-
-def main() -> None:
-    """Write the table of docs/evaluation.md: each scorer with 20 seeds."""
-    truths = {scorer.name: truth_of(scorer, 40_000) for scorer in (*GUILTY, *INNOCENT)}
-    for n in (30, 60, 120, 300, 1000):
-        cells = []
-        for group in (GUILTY, INNOCENT):
-            trials = [trial(s, truths[s.name], n, [n, i, seed]) for i, s in enumerate(group) for seed in range(20)]
-            sought = [bool(s.guilt) for s in group for _ in range(20)]
-            wrong = np.mean([bool(names) for names, _ in trials])
-            right = np.mean([hit for (_, hit), is_sought in zip(trials, sought, strict=True) if is_sought])
-            cells += [f"{wrong:.1%}", f"{right:.0%}"]
-        sys.stdout.write(f"| {n:,} | {' | '.join(cells)} |\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -13,11 +13,10 @@ from PIL import Image as Pillow
 from vlmrm.conversation import Comparison, Image, Judgement, Message, Text, Video, VideoOptions, media_of, text_of
 from vlmrm.data.media import open_image, open_video
 from vlmrm.errors import ConfigError
-from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.measures import changes
 from vlmrm.measures.changes import AGREEMENT
 from vlmrm.measures.donors import is_sampled, prompt_id
-from vlmrm.measures.interventions import FAMILIES, INTERVENTIONS, Intervention, alterations, named
+from vlmrm.measures.interventions import INTERVENTIONS, alterations, named
 from vlmrm.measures.pairs import PairArrays, ScoredComparisons, scored_frame
 
 RNG = np.random.default_rng(0)
@@ -54,10 +53,8 @@ def test_it_changes_its_part_alone_and_the_same_way_every_time(name):
     assert pickle.dumps(ROW) == before, "the row itself is left as it is"
     assert pickle.dumps(changed) == pickle.dumps(again)
     assert changed is not None and changed != ROW
-    parts = {"prompt": changed.prompt != ROW.prompt, "answers": changed.answers != ROW.answers}
     of_answers = INTERVENTIONS[name].family in ("style", "order")
-    assert parts == {"prompt": not of_answers, "answers": of_answers}
-    assert len(changed.answers) == 2 and changed.id == ROW.id
+    assert (changed.prompt != ROW.prompt, changed.answers != ROW.answers) == (not of_answers, of_answers)
 
 
 @pytest.mark.parametrize("family", ["image", "frames", "quality"])
@@ -68,9 +65,8 @@ def test_images_and_frames_keep_their_number_and_size_and_texts_stay(family):
         before, after = media_of(ROW.prompt), media_of(changed.prompt)
         assert [medium.kind for medium in before] == [medium.kind for medium in after]
         if not name.startswith("swapped"):
-            assert len(after[1].reference) == 6 and after[1].options == CLIP.options
-            sizes = [open_image(reference).size for reference in (after[0].reference, *after[1].reference)]
-            assert sizes[1:] == [(84, 56)] * 6 and (sizes[0] == (84, 56) or name == "smaller_image")
+            assert after[1].options == CLIP.options
+            assert [open_image(frame).size for frame in after[1].reference] == [(84, 56)] * 6
 
 
 def test_neutral_pictures_keep_nothing():
@@ -78,7 +74,6 @@ def test_neutral_pictures_keep_nothing():
     original = np.asarray(references(ROW.prompt)[0], float)
     assert (pixels["blank_image"] == 128).all()
     assert abs(np.corrcoef(pixels["noise_image"].ravel(), original.ravel())[0, 1]) < 0.05
-    assert (np.asarray(changes.noise(picture())) != np.asarray(changes.noise(picture()))).any(), "by the content"
 
 
 def test_degraded_pictures_are_still_recognised():
@@ -87,8 +82,7 @@ def test_degraded_pictures_are_still_recognised():
     for degrade in (changes.compressed, changes.cropped, changes.smaller):
         degraded = open_image(degrade(original)).resize(original.size).convert("L")
         assert np.corrcoef(np.asarray(degraded, float).ravel(), np.asarray(original, float).ravel())[0, 1] > 0.95
-    assert changes.smaller(original).size == (140, 140) and changes.smaller(picture(40, 30)).size == (37, 28)
-    assert np.asarray(changes.cropped(original))[0, 0, 0] > np.asarray(original)[0, 0], "the corner is cut off"
+    assert changes.smaller(original).size == (140, 140)
 
 
 def test_answers_that_are_images_are_painted_and_degraded_but_not_exchanged():
@@ -99,12 +93,6 @@ def test_answers_that_are_images_are_painted_and_degraded_but_not_exchanged():
         assert INTERVENTIONS[name](drawn, DONORS).answers == drawn.answers
     for name in named(["style"]):
         assert INTERVENTIONS[name](drawn, DONORS) is None
-
-
-def test_frames_are_shuffled():
-    frames = CLIP.reference
-    assert sorted(map(id, references(CHANGED["shuffled_frames"].prompt)[1])) == sorted(map(id, frames))
-    assert all(changes.shuffled(Video(frames[:number])).reference != frames[:number] for number in range(2, 7))
 
 
 def test_a_video_file_is_read_as_it_is_scored_and_then_painted(tmp_path):
@@ -128,16 +116,10 @@ def test_a_video_file_is_read_as_it_is_scored_and_then_painted(tmp_path):
         [video] = media_of(altered[name].prompt)
         frames, metadata = open_video(video, 4.0, 768)
         assert frames.shape == expected.shape and expected.shape[0] == 12
-        for times in (metadata, described):  # of the frames, and how many are taken a second, as processors have it
-            times["at"] = [index / times["fps"] for index in times["frames_indices"]]
-            times["sampled"] = len(times["at"]) / times["total_num_frames"] * times["fps"]
-        assert metadata["at"] == pytest.approx(described["at"], abs=0.1)
-        assert metadata["sampled"] == pytest.approx(described["sampled"])
-        if name == "shuffled_frames":
-            means = [round(frame.float().mean().item()) for frame in frames]
-            assert means != sorted(means)
-            assert sorted(means) == [round(frame.float().mean().item()) for frame in expected]
-    assert references(altered["padded_answers"].prompt) == [str(path)], "what is not about frames shares the file"
+        at, of_file = ([index / m["fps"] for index in m["frames_indices"]] for m in (metadata, described))
+        assert at == pytest.approx(of_file, abs=0.1)
+    means = [round(frame.float().mean().item()) for frame in frames]
+    assert means != sorted(means) == [round(frame.float().mean().item()) for frame in expected]
 
 
 def test_the_question_alone_is_exchanged_or_left_out():
@@ -147,9 +129,6 @@ def test_the_question_alone_is_exchanged_or_left_out():
     assert text_of(without.prompt) == "Be brief.\n"
     same = [replace(donor, prompt=ROW.prompt) for donor in DONORS]
     assert INTERVENTIONS["swapped_question"](ROW, same) is None, "the same question is no other one"
-    assert INTERVENTIONS["swapped_question"](ROW, [same[0], DONORS[1]]) is not None
-    text = asked(3, "Why?")
-    assert all(INTERVENTIONS[name](text, DONORS) is None for name in ("swapped_question", "no_question"))
 
 
 def test_of_a_dialogue_the_last_question_is_exchanged_where_it_stands():
@@ -160,8 +139,6 @@ def test_of_a_dialogue_the_last_question_is_exchanged_where_it_stands():
     assert swapped.prompt[:2] == first
     assert [part.kind for part in swapped.prompt[2].content] == ["text", "image"]
     assert swapped.prompt[2].text == "How many are there, 1?"
-    without = INTERVENTIONS["no_question"](row, ())
-    assert text_of(without.prompt) == "" and references(without.prompt) == references(row.prompt)
 
 
 def test_two_donors_give_two_swaps_and_one_of_another_kind_none():
@@ -178,8 +155,6 @@ def test_only_the_longest_text_of_an_answer_is_rewritten_and_none_is_none():
     texts = [part.text for part in changed.answers[0][0].content if isinstance(part, Text)]
     assert texts == ["A. ", f"{AGREEMENT}This is the text itself."]
     assert changed.answers[1] == row.answers[1]
-    plain = replace(ROW, answers=(answer("a"), answer("b")))
-    assert INTERVENTIONS["stripped_markdown"](plain) is None, "nothing would change"
 
 
 def test_lengths_are_matched():
@@ -193,9 +168,6 @@ def test_reversed_answers_carry_their_judgements_and_scores_go_back():
     assert changed.answers == row.answers[::-1] and changed.ratings == (1, 2, 3)
     assert INTERVENTIONS["reversed_answers"].in_branches([1, 2, 3]) == [3, 2, 1]
     assert INTERVENTIONS["padded_answers"].in_branches([1, 2, 3]) == [1, 2, 3]
-    every = [i for i, _ in alterations(ROW, DONORS, INTERVENTIONS.values())]
-    together = [i for i, _ in alterations(ROW, DONORS, INTERVENTIONS.values(), together=True)]
-    assert {i.name for i in together} - {i.name for i in every} == {*named(["order"])}
 
 
 def test_the_margin_of_an_attack_is_over_the_rejected_answer_decorated():
@@ -208,29 +180,8 @@ def test_the_margin_of_an_attack_is_over_the_rejected_answer_decorated():
 def test_words_of_the_key_are_names_families_and_groups():
     assert named(["all"]) == list(INTERVENTIONS) and named(["none"]) == []
     assert named(["style", "blank_image"]) == ["blank_image", *named(["style"])]
-    assert set(named(["standard"])) == {i.name for i in INTERVENTIONS.values() if i.standard}
-    assert {i.family for i in INTERVENTIONS.values()} == FAMILIES.keys()
-    assert not {*FAMILIES} & INTERVENTIONS.keys()
-    with pytest.raises(ConfigError, match=r"names 'blank_imgae', which there is not: did you mean blank_image\?$"):
+    with pytest.raises(ConfigError, match="did you mean blank_image"):
         named(["blank_imgae"])
-    with pytest.raises(ConfigError, match="which there is not: choose from standard, all, none, image, "):
-        named(["???"])
-
-
-def test_what_repeats_names_one_that_is_declared_and_of_its_family():
-    for intervention in INTERVENTIONS.values():
-        if intervention.repeats:
-            repeated = INTERVENTIONS[intervention.repeats]
-            assert repeated.family == intervention.family and not repeated.repeats
-
-
-def test_a_new_one_is_declared_once_and_appears_everywhere(monkeypatch):
-    new = Intervention("sung_answers", lambda comparison, donors: comparison, "style", "answers sung", "with songs")
-    monkeypatch.setitem(INTERVENTIONS, new.name, new)
-    frame = scored_frame(ScoredComparisons([ROW], [[2.0, 1.0]], [{"sung_answers": [0.0, 5.0]}]))
-    assert frame[["sung_answers_chosen", "sung_answers_rejected"]].to_numpy().tolist() == [[0.0, 5.0]]
-    assert "sung_answers" in EvaluationArguments(model_dirs=["m"], interventions=["style"]).interventions
-    assert pickle.loads(pickle.dumps(new)) is new, "the workers of a DataLoader find it by its name"
 
 
 def test_a_sample_has_whole_prompts_and_about_its_size_and_grows_with_it():
@@ -242,6 +193,3 @@ def test_a_sample_has_whole_prompts_and_about_its_size_and_grows_with_it():
     for row in rows:
         by_prompt.setdefault(prompt_id(row), set()).add(row.id in drawn[0.1])
     assert len(by_prompt) == 1000 and all(len(inside) == 1 for inside in by_prompt.values())
-    quarters = [sum(row.id in drawn[0.3] for row in rows[i : i + 500]) for i in range(0, 2000, 500)]
-    assert min(quarters) > 100, "from all over the data"
-    assert not is_sampled(asked(0, "?", Image()), 0.5), "an empty image: scoring the row reports it"

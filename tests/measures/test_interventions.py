@@ -5,73 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import pytest
 from conversations import references
 from PIL import Image as Pillow
 
-from vlmrm.conversation import Comparison, Image, Message, text_of
-from vlmrm.data.digits import _answers, _groups, _images, _ranked
 from vlmrm.data.rows import read_row
 from vlmrm.measures.donors import donors_of
-from vlmrm.measures.interventions import INTERVENTIONS
-
-LABELS = np.arange(400) % 10
 
 
 def rows_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"index": i, "comparison": read_row(row, f"row-{i}", str)} for i, row in enumerate(rows)]
-
-
-def balanced(kind, size: int) -> list[dict[str, Any]]:
-    """Rows as of the demo: beside each stands its mirror, in which the other answer is right."""
-    groups = _groups(np.arange(len(LABELS)), LABELS, size, np.random.default_rng(0))
-    return rows_of([row for group in groups for row in kind(group, LABELS)])
-
-
-def digit(reference: Any) -> str:
-    words = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-    return words[LABELS[int(str(reference).rpartition("/")[2].removesuffix(".png"))]]
-
-
-def sees(comparison: Comparison) -> list[float]:
-    """The scores of a model that does nothing but look: whether what is asked for and what is answered agree."""
-    asked = references(comparison.prompt)
-    scores = []
-    for answer in comparison.answers:
-        picture, text = (asked, text_of(answer)) if asked else (references(answer), None)
-        said = text_of(comparison.prompt) if text is None else text
-        scores.append(float(digit(picture[0]) in said) / (1 + said.count(" or ")))
-    return scores
-
-
-def accuracy(dataset, name: str) -> float:
-    """Of that model under an intervention, with half a point for equal scores."""
-    credits = []
-    for place, row in enumerate(dataset):
-        changed = INTERVENTIONS[name](row["comparison"], donors_of(row["comparison"], place, dataset))
-        if changed is not None:
-            scores = sees(changed)
-            for chosen, rejected, tie in changed.pairs():
-                if not tie:
-                    credits.append(0.5 + 0.5 * np.sign(scores[chosen] - scores[rejected]))
-    assert len(credits) > 0.8 * sum(not pair.tie for row in dataset for pair in row["comparison"].pairs())
-    return float(np.mean(credits))
-
-
-@pytest.mark.parametrize(
-    ("kind", "size", "name"),
-    [
-        (_answers, 2, "swapped_image"),
-        (_answers, 2, "swapped_prompt"),
-        (_images, 2, "swapped_prompt"),
-        (_ranked, 3, "swapped_image"),
-        (_ranked, 3, "swapped_prompt"),
-    ],
-)
-def test_a_model_that_only_looks_is_at_chance_under_a_donor(kind, size, name):
-    """Beside each row stands its mirror, whose picture makes the rejected answer right: it is no donor."""
-    assert accuracy(balanced(kind, size), name) == pytest.approx(0.5, abs=0.06)
 
 
 def question(number: int, images: list[str], chosen="It is red.", rejected="It is blue.", prompt="Which colour?"):
@@ -99,48 +41,10 @@ def test_a_copy_of_the_row_s_picture_under_another_name_is_no_donor(tmp_path):
         assert references(donor.prompt) == [paths[3]]
 
 
-def test_an_empty_image_is_no_donor_and_gets_none():
-    """Its own scoring says so, as `bad_rows` will have it."""
-    dataset = rows_of([question(i, [f"{i}.png"]) for i in range(8)])
-    empty = [Message.of("user", Image(), "Which colour?")]
-    dataset[3]["comparison"] = replace(dataset[3]["comparison"], prompt=empty)
-    donors = [[donor.id for donor in donors_of(row["comparison"], i, dataset)] for i, row in enumerate(dataset)]
-    assert donors[3] == []
-    assert all(len(drawn) == 2 and "row-3" not in drawn for drawn in donors[:3] + donors[4:])
-
-
-def test_a_row_is_read_once_in_search_of_all_donors():
-    """Where all ask the same and answer the same, each row looks at all its neighbours."""
-    dataset = rows_of(
-        [{"prompt": "A dog?", "images": [f"{i}.png"], "chosen": "Yes.", "rejected": "No."} for i in range(64)]
-    )
-    reads = []
-
-    class Read(list):
-        def __getitem__(self, place):
-            reads.append(place)
-            return super().__getitem__(place)
-
-    known = {}
-    donors = [donors_of(row["comparison"], i, Read(dataset), known) for i, row in enumerate(dataset)]
-    assert all(map(len, donors)) and len(reads) <= 3 * len(dataset), "once to know it, and once to give it to each"
-
-
-def test_where_all_rows_have_the_same_answers_donors_still_have_other_pictures():
-    dataset = rows_of(
-        [{"prompt": "A dog?", "images": [f"{i}.png"], "chosen": "Yes.", "rejected": "No."} for i in range(40)]
-    )
+def test_rows_with_equal_answers_still_have_donors():
+    rows = [{"prompt": "A dog?", "images": [f"{i}.png"], "chosen": "Yes.", "rejected": "No."} for i in range(40)]
+    dataset = rows_of(rows)
     assert all(donors_of(row["comparison"], place, dataset) for place, row in enumerate(dataset))
-
-
-def test_donors_are_drawn_anew_for_each_eight_rows_and_the_same_in_every_run():
-    dataset = rows_of([question(i, [f"{i}.png"], chosen=f"It is {i}.") for i in range(160)])
-    donors = [donors_of(row["comparison"], place, dataset) for place, row in enumerate(dataset)]
-    for places in zip(*([int(donor.id.removeprefix("row-")) for donor in drawn] for drawn in donors), strict=True):
-        assert sorted(places) == list(range(160)), "each row gives its picture to one other"
-        assert len({place ^ other for place, other in enumerate(places)}) > 4
-    again = [donors_of(dataset[i]["comparison"], i, dataset) for i in range(8)]
-    assert [[donor.id for donor in drawn] for drawn in donors[:8]] == [[donor.id for donor in d] for d in again]
 
 
 def test_donors_are_of_the_row_s_category_with_as_many_images_where_some_are_near():

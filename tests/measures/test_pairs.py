@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
 from pair_frames import list_frame, pair_frame
 
@@ -12,10 +11,8 @@ from vlmrm.errors import DataError
 from vlmrm.measures.pairs import (
     candidates_of,
     check_pairs,
-    comparison_numbers,
     credits_of,
     margins_of,
-    pair_index,
     scored_pairs,
 )
 
@@ -37,14 +34,6 @@ def test_several_raters_of_a_pair_are_one_row_of_their_mean():
     assert row == [{"chosen_branch": 1, "chosen_rating": 0.75, "chosen_score": 1.5, "weight": 1.0, "tie": False}]
 
 
-def test_a_repeated_comparison_is_two():
-    once = list_frame([[0.3, 0.1, 0.2]], [[3, 2, 1]])
-    twice = pd.concat([once, once], ignore_index=True)
-    assert comparison_numbers(twice).tolist() == [0, 0, 0, 1, 1, 1]
-    assert len(candidates_of(twice).scores) == 6
-    assert pair_index(twice).is_unique
-
-
 def test_margins_of_people_s_ties_are_unknown():
     frame = pair_frame([2.0, 0.0, -1.0, 4.0], tie=[False, False, False, True])
     np.testing.assert_equal(margins_of(frame), [2, 0, -1, np.nan])
@@ -54,8 +43,7 @@ def test_margins_of_people_s_ties_are_unknown():
 @pytest.mark.parametrize(
     ("frame", "message"),
     [
-        (pair_frame([1.0, np.nan, 2.0]), "1 scored pairs .* first in comparison row1"),
-        (pair_frame([1.0, 2.0], rejected_score=[-np.inf, np.nan]), "2 scored pairs .* first in comparison row0"),
+        (pair_frame([1.0, np.nan, 2.0]), "comparison row1"),
         (pair_frame([]), "no scored pairs"),
         (pair_frame([1.0]).drop(columns="prompt_id"), "no column prompt_id"),
         (pair_frame([1.0, 2.0], checkpoint=["a", "b"]), "of 2 checkpoints"),

@@ -39,15 +39,15 @@ class Published:
     conversations: list[Any]
     expected: torch.Tensor
     options: Mapping[str, Any] = field(default_factory=dict)
+    log_sigma: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table: the layout, who publishes so, the architecture, and a function that writes it."""
+    """The layout, who publishes so, and a function that writes it."""
 
     layout: str
     who: str
-    architecture: str
     write: Callable[[Path], Published]
 
     @property
@@ -72,12 +72,17 @@ def talk(question: str, answer: str, *images: Image.Image) -> reference.Messages
     ]
 
 
-# Sides are multiples of 28, so that no size changes: resizing is the processors', not the formulas'.
-TALKS = [
-    talk("Which digit is this?", "It is seven.", picture(56, 84)),
-    talk("Which digit is this?", "This is a handwritten digit, and it is odd, it is seven.", picture(84, 56, seed=1)),
-    talk("Is seven odd?", "Yes."),
-]
+def talks(cell: int) -> list[reference.Messages]:
+    """Sides are multiples of a cell, so that no size changes: resizing is the processors', not the formulas'."""
+    long, first, second = "This is a handwritten digit, and it is odd, it is seven.", 2 * cell, 3 * cell
+    return [
+        talk("Which digit is this?", "It is seven.", picture(first, second)),
+        talk("Which digit is this?", long, picture(second, first, seed=1)),
+        talk("Is seven odd?", "Yes."),
+    ]
+
+
+TALKS, TALKS_16 = talks(28), talks(32)  # patches of Qwen3-VL are 16 wide
 
 
 def tiny(folder: Path, arch: str) -> tuple[Any, Any]:
@@ -120,14 +125,6 @@ def llama_factory(folder: Path) -> Published:
     processor, model = tiny(folder / "rm", "qwen3_vl")
     torch.save(VALUE, folder / "rm" / "value_head.bin")
     return Published(folder / "rm", TALKS_16, reference.value_head(processor, model, VALUE, TALKS_16))
-
-
-# Patches of Qwen3-VL are 16 wide.
-TALKS_16 = [
-    talk("Which digit is this?", "It is seven.", picture(64, 96)),
-    talk("Which digit is this?", "This is a handwritten digit, and it is odd, it is seven.", picture(96, 64, seed=1)),
-    talk("Is seven odd?", "Yes."),
-]
 
 
 def trl_value_head(folder: Path) -> Published:
@@ -244,17 +241,21 @@ def written(folder: Path, text: str) -> Path:
 
 def hps_v3(folder: Path) -> Published:
     processor, model, [token] = with_tokens(folder / "base", "qwen2_vl", ["<|Reward|>"])
+    # As large as the published model's processor takes.
+    processor.image_processor.size = {"shortest_edge": 56 * 56, "longest_edge": 2**24}
+    processor.save_pretrained(folder / "base")
     head = ranknet_weights("rm_head", 20)
     save_file(old_names(model.state_dict()) | head, folder / "HPSv3.safetensors")
     pictures = [picture(448, 448, seed) for seed in range(2)]
-    scores = []
+    found = []
     for prompt, image in zip(PROMPTS, pictures, strict=True):
         text = QUESTION.replace("{text_prompt}", prompt)
         ids, hidden = reference.at_text_positions(processor, model, text, "image", [image])
-        scores.append(reference.ranknet(head, "rm_head", hidden[ids.tolist().index(token)])[0])
+        found.append(reference.ranknet(head, "rm_head", hidden[ids.tolist().index(token)]))
     conversations = [drawn(prompt, image) for prompt, image in zip(PROMPTS, pictures, strict=True)]
     options = {"base": folder / "base", "template": written(folder, QUESTION)}
-    return Published(folder / "HPSv3.safetensors", conversations, torch.stack(scores), options)
+    scores, log_sigma = torch.stack(found).T
+    return Published(folder / "HPSv3.safetensors", conversations, scores, options, log_sigma)
 
 
 def drawn(prompt: str, image: Image.Image, *before: Image.Image) -> reference.Messages:
@@ -307,7 +308,8 @@ def video_aligns(folder: Path) -> dict[str, Published]:
     processor.video_processor.size = {"shortest_edge": 56 * 56, "longest_edge": 2**24}
     processor.save_pretrained(folder / "base")
     head = {"rm_head.weight": noise(1, WIDTH, seed=70)}
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=r".*language_model.*\.q_proj", init_lora_weights=False)
+    targets = r".*language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
     torch.manual_seed(5)
     model = get_peft_model(model, lora).eval()
     stored = {
@@ -317,6 +319,7 @@ def video_aligns(folder: Path) -> dict[str, Published]:
     (source / "checkpoint-11352").mkdir(parents=True)
     torch.save(stored, source / "checkpoint-11352/model.pth")
     settings = {"peft_lora_config": {"lora_r": 4, "lora_alpha": 8}, "inference_config": NORM}
+    settings |= {"data_config": {"fps": 2.0, "max_frame_pixels": 200704}}
     (source / "model_config.json").write_text(json.dumps(settings))
     clips = [[picture(336, 336, 10 * seed + frame) for frame in range(4)] for seed in range(2)]
     conversations = []
@@ -390,21 +393,21 @@ def llava_next_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
 
 
 CASES = [
-    Case("skywork", "Skywork-VL-Reward-7B", "Qwen2.5-VL", skywork),
-    Case("value_head", "LLaMA-Factory, `value_head.bin`", "Qwen3-VL", llama_factory),
-    Case("value_head", "LLaMA-Factory, LoRA", "Qwen2.5-VL", adapter_value_head),
-    Case("value_head", "TRL, `v_head.*` in shards", "Qwen2-VL", trl_value_head),
-    Case("score", "TRL and transformers", "Qwen2.5-VL", trl_score),
-    Case("score", "ms-swift", "Qwen2.5-VL", ms_swift),
-    Case("score", "ms-swift, inside the language model", "LLaVA", another_family),
-    Case("score", "peft, `modules_to_save`", "Qwen2.5-VL", adapter_score),
-    Case("basereward", "BaseReward", "Qwen2.5-VL", base_reward),
-    Case("hpsv3", "HPSv3", "Qwen2-VL", hps_v3),
-    Case("editreward", "EditReward, `following`", "Qwen2.5-VL", lambda f: edit_rewards(f, "qwen2_5_vl")["following"]),
-    Case("editreward", "EditReward, `quality`", "Qwen2.5-VL", lambda f: edit_rewards(f, "qwen2_5_vl")["quality"]),
-    Case("editreward_qwen3", "EditReward-Qwen3-VL", "Qwen3-VL", lambda f: edit_rewards(f, "qwen3_vl")["following"]),
-    Case("videoalign", "VideoAlign, `VQ`", "Qwen2-VL", lambda folder: video_aligns(folder)["VQ"]),
-    Case("videoalign", "VideoAlign, `MQ`", "Qwen2-VL", lambda folder: video_aligns(folder)["MQ"]),
-    Case("videoalign", "VideoAlign, `TA`", "Qwen2-VL", lambda folder: video_aligns(folder)["TA"]),
-    Case("mm_rlhf", "MM-RLHF-Reward", "LLaVA-OneVision", mm_rlhf),
+    Case("skywork", "Skywork-VL-Reward-7B", skywork),
+    Case("value_head", "LLaMA-Factory, `value_head.bin`", llama_factory),
+    Case("value_head", "LLaMA-Factory, LoRA", adapter_value_head),
+    Case("value_head", "TRL, `v_head.*` in shards", trl_value_head),
+    Case("score", "TRL and transformers", trl_score),
+    Case("score", "ms-swift", ms_swift),
+    Case("score", "ms-swift, inside the language model", another_family),
+    Case("score", "peft, `modules_to_save`", adapter_score),
+    Case("basereward", "BaseReward", base_reward),
+    Case("hpsv3", "HPSv3", hps_v3),
+    Case("editreward", "EditReward, `following`", lambda f: edit_rewards(f, "qwen2_5_vl")["following"]),
+    Case("editreward", "EditReward, `quality`", lambda f: edit_rewards(f, "qwen2_5_vl")["quality"]),
+    Case("editreward_qwen3", "EditReward-Qwen3-VL", lambda f: edit_rewards(f, "qwen3_vl")["following"]),
+    Case("videoalign", "VideoAlign, `VQ`", lambda folder: video_aligns(folder)["VQ"]),
+    Case("videoalign", "VideoAlign, `MQ`", lambda folder: video_aligns(folder)["MQ"]),
+    Case("videoalign", "VideoAlign, `TA`", lambda folder: video_aligns(folder)["TA"]),
+    Case("mm_rlhf", "MM-RLHF-Reward", mm_rlhf),
 ]

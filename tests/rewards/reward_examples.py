@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
 from vlmrm.errors import RewardError
@@ -59,17 +57,6 @@ class Down(PointwiseRewardModel):
         return [1.0] * len(prompt)
 
 
-class Meeting(PointwiseRewardModel):
-    """Answers once three calls are inside at a time, so it can only answer when they run together."""
-
-    required_fields = ("prompt",)
-    barrier = threading.Barrier(3)
-
-    def __call__(self, prompt, **kwargs):
-        self.barrier.wait(timeout=60)
-        return [float(text) for text in prompt]
-
-
 class Brightness(PointwiseRewardModel):
     """The mean of the image as a tensor; of its condition images, where there are any, taken away."""
 
@@ -88,6 +75,21 @@ class Same(PointwiseRewardModel):
 
     def __call__(self, prompt, image):
         return [float(sum(other is one for other in image)) for one in image]
+
+
+class Shrinking(PointwiseRewardModel):
+    """0, after it made the first image smaller."""
+
+    def __call__(self, prompt, image):
+        image[0].thumbnail((8, 8))
+        return [0.0] * len(prompt)
+
+
+class Width(PointwiseRewardModel):
+    """The width of the image."""
+
+    def __call__(self, prompt, image):
+        return [float(one.width) for one in image]
 
 
 class Boastful(PointwiseRewardModel):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-import threading
 
 import numpy as np
 import pytest
@@ -22,11 +19,11 @@ class Shown(GroupwiseRewardModel):
 
     required_fields = ("prompt",)
 
-    def __call__(self, prompt, image=None, note=None):
+    def __call__(self, prompt, image=None):
         return [float(len(image or ()))] * len(prompt)
 
 
-class Spoken(PointwiseRewardModel):
+class Told(PointwiseRewardModel):
     """1 where the prompt is `good`, a failure where it is `bad`; `down` brings the judge down."""
 
     required_fields = ("prompt",)
@@ -57,28 +54,6 @@ class Both(PointwiseRewardModel):
         return [1.0] * len(prompt)
 
 
-class Held(PointwiseRewardModel):
-    """Answers once the test lets it."""
-
-    required_fields = ("prompt",)
-    begun, go_on = threading.Event(), threading.Event()
-
-    def __call__(self, prompt):
-        self.begun.set()
-        assert self.go_on.wait(60)
-        return [0.0] * len(prompt)
-
-
-class Interrupted(PointwiseRewardModel):
-    """Ctrl-C, once the other reward is being computed."""
-
-    required_fields = ("prompt",)
-
-    def __call__(self, prompt):
-        assert Held.begun.wait(60)
-        raise KeyboardInterrupt
-
-
 def one(model: type | str, name: str = "one", **settings) -> dict:
     path = model if isinstance(model, str) else f"{__name__}.{model.__name__}"
     return {"name": name, "reward_model": path, **settings}
@@ -88,9 +63,9 @@ def one(model: type | str, name: str = "one", **settings) -> dict:
 @pytest.mark.parametrize(
     ("model", "images", "message"),
     [
-        ({"reward_model": "reward_examples.Answers", "rewards": [1.0]}, None, "answered 1 rewards for 2 samples"),
-        ({"reward_model": "reward_examples.Answers", "rewards": ["good", "bad"]}, None, "return one number a sample"),
-        ({"reward_model": "reward_examples.Same"}, [PICTURE, None], "sample 1 has no image, which this reward needs"),
+        ({"reward_model": "reward_examples.Answers", "rewards": [1.0]}, None, "1 rewards for 2 samples"),
+        ({"reward_model": "reward_examples.Answers", "rewards": ["good", "bad"]}, None, "one number a sample"),
+        ({"reward_model": "reward_examples.Same"}, [PICTURE, None], "sample 1 has no image"),
     ],
 )
 def test_no_policy_forgives_what_breaks_the_contract(policy, model, images, message):
@@ -103,45 +78,37 @@ def test_a_sample_without_the_image_that_its_group_has_fails_alone(lacking):
     images = [PICTURE] * 3
     images[lacking] = None
     scored = RewardSet(one(Shown, on_failure="mask"))(prompt=["a"] * 3, image=images, groups=[0] * 3)
-    assert scored.failures["one"] == {
-        lacking: "it has no image, which others of its group have: give it to all or to none"
-    }
+    assert "no image" in scored.failures["one"][lacking]
     assert np.nan_to_num(scored.rewards["one"], nan=-1).tolist() == [-1.0 if n == lacking else 2.0 for n in range(3)]
 
 
-def test_other_columns_may_be_empty_for_some_of_a_group():
-    scored = RewardSet(one(Shown))(prompt=["a"] * 2, note=[None, "x"], groups=[0] * 2)
-    assert scored.rewards["one"].tolist() == [0.0, 0.0]
-
-
-def test_a_medium_under_another_name_is_not_left_out_unseen():
-    rewards = RewardSet(one(Shown))
-    for name, meant in (("images", "image"), ("condition_image", "condition_images")):
-        with pytest.raises(RewardError, match=f"a column {name}, which no reward asks for: did you mean {meant}"):
-            rewards(prompt=["a"], groups=[0], **{name: [PICTURE]})
-    rewards(prompt=["a"], groups=[0], video=[[PICTURE]], solution=["4"])  # not asked for, but well named
-
-
-@pytest.mark.parametrize("name", ["respnse", "responses", "completion"])
-def test_an_answer_under_another_name_is_not_left_out_unseen(name):
-    """The image would be taken for the answer, and every answer get the same score."""
-    answered = [{"name": "one", "reward_model": "reward_examples.Answered", "device": "cpu"}]
-    with pytest.raises(RewardError, match=f"a column {name}, which no reward asks for: did you mean response"):
-        RewardSet(answered)(prompt=["a"], image=[PICTURE], **{name: ["b"]})
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("images", "image"),
+        ("condition_image", "condition_images"),
+        ("respnse", "response"),
+    ],
+)
+def test_a_column_under_another_name_is_not_left_out_unseen(name, meant):
+    """Where the answer is left out, the image would be taken for it, and every answer get the same score."""
+    rewards = RewardSet(one("reward_examples.Answered"))
+    with pytest.raises(RewardError, match=f"a column {name}, .* did you mean {meant}"):
+        rewards(prompt=["a"], **{name: [PICTURE]})
+    rewards(prompt=["a"], video=[[PICTURE]], solution=["4"])  # not asked for, but well named
 
 
 def test_groups_that_cannot_be_told_apart_are_refused():
-    for group in ([0], np.zeros(2)):
-        with pytest.raises(RewardError, match=f"groups has a {type(group).__name__}: give each sample a number or a"):
-            RewardSet(one(Shown))(prompt=["a"], groups=[group])
+    with pytest.raises(RewardError, match="groups has a list"):
+        RewardSet(one(Shown))(prompt=["a"], groups=[[0]])
 
 
 def test_what_led_to_an_error_is_in_the_audit_log(tmp_path):
     path = tmp_path / "rewards.jsonl"
-    rewards = RewardSet(one(Spoken, batch_size=1), audit_log=path)
-    with pytest.raises(RewardError, match="reward one failed for 1 samples, first sample 1: the reply is prose"):
+    rewards = RewardSet(one(Told, batch_size=1), audit_log=path)
+    with pytest.raises(RewardError, match="sample 1: the reply is prose"):
         rewards(prompt=["good", "bad"])
-    with pytest.raises(RewardError, match="reward one: the judge cannot be reached"):
+    with pytest.raises(RewardError, match="cannot be reached"):
         rewards(prompt=["good", "down", "good"])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     keys = ("round", "sample", "reward", "error")
@@ -152,37 +119,12 @@ def test_what_led_to_an_error_is_in_the_audit_log(tmp_path):
     ]
 
 
-def test_what_waits_is_cancelled_when_a_round_is_interrupted():
-    rewards = RewardSet([one(Held, async_reward=True, batch_size=1), one(Interrupted, "other")])
-    pending = rewards.start()
-    pending.add(prompt=["a", "b", "c"])
-    with pytest.raises(KeyboardInterrupt):
-        pending.finish()
-    first, *others = (future for future, _ in pending.work[0].calls)
-    assert not first.cancelled() and all(future.cancelled() for future in others)
-    Held.go_on.set()
-    assert first.result(60)
-
-
-def test_a_call_that_never_ends_keeps_no_process_from_ending():
-    program = """
-import threading
-from vlmrm.rewards.reward_set import Threads
-begun = threading.Event()
-Threads(1, "judge").submit(lambda: (begun.set(), threading.Event().wait()))
-begun.wait()
-raise KeyboardInterrupt
-"""
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert ended.returncode != 0 and ended.stderr.rstrip().endswith("KeyboardInterrupt")
-
-
 def test_of_image_and_video_one_is_enough_for_a_reward_that_takes_either():
     rewards = RewardSet({"reward_model": f"{__name__}.Either"})
     given = {"image": [PICTURE, None, PICTURE], "video": [None, [PICTURE] * 3, None]}
     assert rewards(prompt=["a"] * 3, **given).rewards["default"].tolist() == [1.0, 3.0, 1.0]
     assert rewards(prompt=["a"], video=[[PICTURE] * 2]).rewards["default"].tolist() == [2.0]
-    with pytest.raises(RewardError, match="sample 1 has no image or video, which this reward needs"):
+    with pytest.raises(RewardError, match="sample 1 has no image or video"):
         rewards(prompt=["a"] * 2, image=[PICTURE, None])
-    with pytest.raises(RewardError, match="sample 0 has no video, which this reward needs"):
+    with pytest.raises(RewardError, match="sample 0 has no video"):
         RewardSet({"reward_model": f"{__name__}.Both"})(prompt=["a"], image=[PICTURE])

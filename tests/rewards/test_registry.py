@@ -55,18 +55,14 @@ def test_a_package_cannot_take_the_name_of_a_built_in_reward():
 
 
 @pytest.mark.usefixtures("installed")
-def test_its_name_is_proposed_for_a_near_one():
-    with pytest.raises(ConfigError, match="there is no reward vowel: did you mean vowels"):
-        reward_model_class("vowel")
-
-
-@pytest.mark.usefixtures("installed")
-def test_what_is_no_reward_is_refused():
-    with pytest.raises(ConfigError, match="module is neither a PointwiseRewardModel nor"):
-        reward_model_class("module")
-
-
-@pytest.mark.usefixtures("installed")
-def test_what_its_module_needs_is_named_as_python_names_it():
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_here"):
-        reward_model_class("broken")
+@pytest.mark.parametrize(
+    ("name", "error", "named"),
+    [
+        ("vowel", ConfigError, "did you mean vowels"),
+        ("module", ConfigError, "neither a PointwiseRewardModel nor"),
+        ("broken", ModuleNotFoundError, "a_package_that_is_not_here"),
+    ],
+)
+def test_what_is_no_reward_is_refused(name, error, named):
+    with pytest.raises(error, match=named):
+        reward_model_class(name)

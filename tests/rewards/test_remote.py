@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 from reward_server import RewardServer, decoded
 
-from vlmrm.errors import ConfigError, RewardError
+from vlmrm.errors import RewardError
 from vlmrm.rewards import RewardSet
 
 
@@ -78,13 +79,11 @@ def test_the_protocol(start):
         condition_images=[pictures(28), pictures(28, 29), pictures(28)],
     )
     assert scored.rewards["far"].tolist() == [40, 30, 50]
-    (path, headers, first), (_, _, second) = server.requests
-    assert path == "/compute"
-    assert headers["Content-Type"] == "application/json"
-    assert "Authorization" not in headers
+    first, second = server.bodies
+    assert server.paths[0] == "/compute" and server.headers[0]["content-type"] == "application/json"
+    assert "authorization" not in server.headers[0]
     assert list(first) == ["prompt", "image", "video", "condition_images", "condition_videos"]
-    assert (first["prompt"], second["prompt"]) == (["a", "b"], ["ü"])
-    assert first["condition_videos"] is None
+    assert (first["prompt"], second["prompt"], first["condition_videos"]) == (["a", "b"], ["ü"], None)
     assert [len(frames) for frames in first["video"]] == [2, 3]
     assert [len(images) for images in first["condition_images"]] == [1, 2]
     np.testing.assert_array_equal(np.asarray(decoded(first["image"][1])), np.asarray(pictures(30)[0]))
@@ -95,12 +94,9 @@ def test_the_protocol(start):
 
 def test_answers_in_words_are_sent(start):
     server = start()
-    rewards = RewardSet({"name": "far", "reward_model": "remote_pointwise", "server_url": server.url})
-    for _ in range(2):
-        rewards(
-            prompt=["a", "b"], image=pictures(40, 30), response=["Red.", [{"role": "assistant", "content": "No."}]]
-        )
-    assert [body["response"] for _, _, body in server.requests] == [["Red.", "No."]] * 2
+    answers = ["Red.", [{"role": "assistant", "content": "No."}]]
+    remote(server.url)(prompt=["a", "b"], image=pictures(40, 30), response=answers)
+    assert [body["response"] for body in server.bodies] == [["Red.", "No."]]
 
 
 def test_a_group_is_one_request_whatever_the_batch_size(start):
@@ -108,50 +104,36 @@ def test_a_group_is_one_request_whatever_the_batch_size(start):
     rewards = remote(server.url, "vlmrm.rewards.remote.RemoteGroupwiseRewardModel", batch_size=1)
     scored = rewards(prompt=["a", "b", "a"], image=pictures(40, 30, 50), groups=[0, 1, 0])
     assert scored.rewards["far"].tolist() == [40, 30, 50]
-    assert [(path, body["prompt"]) for path, _, body in server.requests] == [
-        ("/ranking/compute", ["a", "a"]),
-        ("/ranking/compute", ["b"]),
-    ]
-    assert rewards.rewards[0].model.servers.endpoints[0].timeout == 120
+    assert server.paths == ["/ranking/compute"] * 2
+    assert [body["prompt"] for body in server.bodies] == [["a", "a"], ["b"]]
 
 
 def test_what_passes_is_asked_again_and_the_server_says_when(start, waits):
     server = start()
     later = format_datetime(datetime.now(UTC) + timedelta(seconds=55))
-    server.faults.extend(
-        [
-            (503, '{"detail": "loading"}', {"Retry-After": "7"}),
-            (429, "", {"Retry-After": later}),
-            (502, "<html>"),
-            RewardServer.CUT,
-        ]
-    )
-    rewards = remote(server.url, retry_attempts=5)
-    assert rewards(prompt=["a"], image=pictures(40)).rewards["far"].tolist() == [40]
-    assert len(server.requests) == 5
+    server.faults.extend([(503, "", {"Retry-After": "7"}), (429, "", {"Retry-After": later})])
+    server.faults.extend([(502, "<html>"), RewardServer.CUT])
+
+    scored = remote(server.url, retry_attempts=5)(prompt=["a"], image=pictures(40))
+
+    assert scored.rewards["far"].tolist() == [40] and len(server.bodies) == 5
     assert 7 <= waits[0] < 8
     assert 10 < waits[1] <= 61  # without that header it would be 10 at most
-    assert 0 < waits[2] < waits[3] + 1
 
 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
         ((500, '{"detail": "CUDA out of memory"}'), "answered 500: CUDA out of memory"),
-        ((400, '{"detail": [{"msg": "no prompt"}]}'), r'answered 400: \[{"msg": "no prompt"}\]'),
         ((404, "x" * 5000), "answered 404: x{300}[.]{3}$"),
-        ((307, "", {"Location": "/there"}), "answered 307, a redirect"),
         ((503, "", {"Retry-After": "86400"}), "answered 503"),
-        ((200, "<html>hello</html>"), "did not answer with JSON: <html>hello</html>"),
-        ((200, '{"rewards": [1.0], "error": "no such model"}'), "the server says: no such model"),
-        ((200, "[1.0]"), r"answered \[1.0\]: it must be an object"),
-        ((200, '{"scores": [1.0]}'), "its rewards must be a list of numbers"),
-        ((200, '{"rewards": ["1.0"]}'), "its rewards must be a list of numbers"),
-        ((200, '{"rewards": [[1.0]]}'), "its rewards must be a list of numbers"),
-        ((200, '{"rewards": [1.0, 2.0]}'), "answered 2 rewards for 1 samples"),
-        ((200, '{"rewards": [NaN]}'), "first sample 0: its reward is nan"),
-        ((200, '{"rewards": [null]}'), "first sample 0: its reward is None"),
-        ((200, '{"rewards": [1' + 400 * "0" + "]}"), "first sample 0: its reward is inf"),
+        ((200, "<html>hello</html>"), "<html>hello</html>"),
+        ((200, '{"rewards": [1.0], "error": "no such model"}'), "no such model"),
+        ((200, '{"scores": [1.0]}'), "a list of numbers"),
+        ((200, '{"rewards": ["1.0"]}'), "a list of numbers"),
+        ((200, '{"rewards": [1.0, 2.0]}'), "2 rewards for 1 samples"),
+        ((200, '{"rewards": [NaN]}'), "sample 0: its reward is nan"),
+        ((200, '{"rewards": [null]}'), "sample 0: its reward is None"),
     ],
 )
 def test_what_cannot_pass_is_an_error_at_once_with_the_servers_words(start, waits, fault, message):
@@ -159,18 +141,17 @@ def test_what_cannot_pass_is_an_error_at_once_with_the_servers_words(start, wait
     server.faults.append(fault)
     with pytest.raises(RewardError, match=message):
         remote(server.url)(prompt=["a"], image=pictures(40))
-    assert len(server.requests) == 1
+    assert len(server.bodies) == 1
 
 
 def test_a_server_that_stays_away_is_an_error_and_can_be_masked(start, waits):
     server = start()
     server.faults.extend([(503, "queue full")] * 6)
-    with pytest.raises(RewardError, match=r"reward far: .*answered 503: queue full \(asked 3 times in 0 s\)"):
+    with pytest.raises(RewardError, match=r"reward far: .*queue full \(asked 3 times"):
         remote(server.url)(prompt=["a"], image=pictures(40))
     scored = remote(server.url, on_failure="mask")(prompt=["a"], image=pictures(40))
-    assert np.isnan(scored.rewards["far"]).all()
-    assert "queue full" in scored.failures["far"][0]
-    assert len(server.requests) == 6
+    assert np.isnan(scored.rewards["far"]).all() and "queue full" in scored.failures["far"][0]
+    assert len(server.bodies) == 6
 
 
 def test_patience_outlasts_a_server_that_is_away(start, waits):
@@ -179,7 +160,7 @@ def test_patience_outlasts_a_server_that_is_away(start, waits):
 
     [reward] = remote(server.url, patience=600.0, retry_attempts=2)(prompt=["a"], image=pictures(40)).rewards["far"]
 
-    assert reward == 40 and len(server.requests) == 7
+    assert reward == 40 and len(server.bodies) == 7
 
 
 def test_a_reward_that_refuses_everything_is_gone_after_three_rounds(start):
@@ -196,27 +177,13 @@ def test_a_reward_that_refuses_everything_is_gone_after_three_rounds(start):
         far(prompt=["a"], image=pictures(40))
 
 
-def test_a_silent_server_is_asked_once(start):
-    server = start()
-    server.faults.append(RewardServer.SILENT)
-    with pytest.raises(RewardError, match=r"did not answer in 2 s: raise timeout"):
-        remote(server.url, timeout=2.0)(prompt=["a"], image=pictures(40))
-    assert len(server.requests) == 1
-
-
 def test_requests_at_a_time_go_to_different_servers(start):
-    both = asyncio.Barrier(2)
-    servers = [start(), start()]
+    servers, both = [start(), start()], threading.Barrier(2, timeout=60)
+    for server in servers:
+        server.behave = lambda body, number, widths=server.widths: (both.wait(), widths(body, number))[1]
     rewards = remote([server.url for server in servers], batch_size=1, async_reward=True, num_workers=2)
-    for endpoint in rewards.rewards[0].model.servers.endpoints:
-
-        async def together(*args, call=endpoint.server.call, **kwargs):
-            await both.wait()
-            return await call(*args, **kwargs)
-
-        endpoint.server.call = together
     assert rewards(prompt=list("abcd"), image=pictures(40, 30, 50, 28)).rewards["far"].tolist() == [40, 30, 50, 28]
-    assert [len(server.requests) for server in servers] == [2, 2]
+    assert [len(server.bodies) for server in servers] == [2, 2]
     rewards.close()
 
 
@@ -225,9 +192,7 @@ def test_another_server_takes_over_without_waiting(start, waits):
     broken.faults.extend([(503, "")] * 9)
     rewards = remote([broken.url, well.url], batch_size=1)
     assert rewards(prompt=list("abcd"), image=pictures(40, 30, 50, 28)).rewards["far"].tolist() == [40, 30, 50, 28]
-    assert len(broken.requests) == 1  # it rests
-    assert len(well.requests) == 4
-    assert waits == []
+    assert (len(broken.bodies), len(well.bodies), waits) == (1, 4, [])
 
 
 def test_it_waits_for_a_server_that_is_not_ready(start, waits):
@@ -240,66 +205,31 @@ def test_it_waits_for_a_server_that_is_not_ready(start, waits):
 
 def test_a_server_that_is_not_there_is_an_error_unless_another_is(start, nowhere, caplog):
     well = start()
-    with pytest.raises(
-        RewardError, match=rf"far: no reward server is ready \({nowhere}/health cannot be reached .*refused"
-    ):
+    with pytest.raises(RewardError, match=rf"{nowhere}/health cannot be reached .*refused"):
         remote(nowhere)
     rewards = remote([nowhere, well.url])
-    assert f"going on without 1 of 2 reward servers ({nowhere}/health" in caplog.text
+    assert f"without 1 of 2 reward servers ({nowhere}/health" in caplog.text
     assert rewards(prompt=["a"], image=pictures(40)).rewards["far"].tolist() == [40]
 
 
-def test_credentials_are_sent_and_never_said(start, nowhere, waits, caplog):
+def test_credentials_are_sent_and_never_said(start, waits, caplog):
     server = start()
     server.faults.extend([(503, "")] * 3)
     rewards = remote(server.url.replace("//", "//me:s%20cret@"))
     with pytest.raises(RewardError) as raised:
         rewards(prompt=["a"], image=pictures(40))
-    assert server.requests[0][1]["Authorization"] == "Basic bWU6cyBjcmV0"
+    assert server.headers[0]["authorization"] == "Basic bWU6cyBjcmV0"
     assert server.url in str(raised.value)
-    with pytest.raises(RewardError) as unready:
-        remote(nowhere.replace("//", "//me:s%20cret@"))
-    shown = repr(rewards.rewards[0].arguments)
-    assert server.url.replace("//", "//***@") in shown
-    for text in (str(raised.value), str(unready.value), caplog.text, shown):
-        assert "cret" not in text
-
-
-def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(start, monkeypatch):
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    assert remote(start().url)(prompt=["a"], image=pictures(40)).rewards["far"].tolist() == [40]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"server_url": None}, "reward far has no server_url: write http://host:port"),
-        ({"server_url": []}, "has no server_url"),
-        ({"server_url": "localhost:8000"}, "server_url localhost:8000 cannot be used"),
-        ({"server_url": "http://me:secret@host?key=1"}, "server_url http://host cannot be used"),
-        ({"server_url": "http://host:port"}, "a server_url is no address"),
-        ({"retry_attempts": 0}, "reward far: retry_attempts: Input should be greater than or equal to 1"),
-        ({"timeout": 0}, "timeout: Input should be greater than 0"),
-        ({"wait_seconds": "long"}, "wait_seconds: Input should be a valid number"),
-        ({"server_urls": "x"}, "unknown key 'server_urls': did you mean server_url"),
-    ],
-)
-def test_settings_that_cannot_be_used_are_named(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        RewardSet({"name": "far", "reward_model": "Remote_Pointwise", "server_url": "http://127.0.0.1:9", **settings})
+    assert "cret" not in f"{raised.value} {caplog.text} {rewards.rewards[0].arguments!r}"
 
 
 def test_a_prompt_that_is_no_text_fails_alone(start):
     prompts = ["a", [{"role": "user", "content": "a"}]]
     scored = remote(start().url, on_failure="mask")(prompt=prompts, image=pictures(40, 50))
     assert scored.rewards["far"][0] == 40
-    assert "takes one text: a service of vlmrm takes messages by vlm_reward" in scored.failures["far"][1]
-
-
-def test_a_round_without_texts_ends_and_says_what_takes_messages(start):
-    with pytest.raises(RewardError, match=r"reward far: its prompt is messages.*vlm_reward.* model_path: ADDRESS"):
-        remote(start().url, on_failure="mask")(prompt=[[{"role": "user", "content": "a"}]], image=pictures(40))
+    assert "takes one text" in scored.failures["far"][1]
+    with pytest.raises(RewardError, match="vlm_reward"):  # which takes messages
+        remote(start().url, on_failure="mask")(prompt=prompts[1:], image=pictures(50))
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
@@ -307,7 +237,7 @@ def test_a_round_that_is_refused_for_good_ends_with_the_server_s_words(start, st
     server = start()
     far = remote(server.url, on_failure="mask", batch_size=1)
     server.faults.extend([(status, '{"error": "who are you?"}')] * 2)
-    with pytest.raises(RewardError, match=rf"reward far: .*/compute answered {status}: who are you\?"):
+    with pytest.raises(RewardError, match=rf"reward far: .*answered {status}: who are you"):
         far(prompt=["a", "b"], image=pictures(40, 50))
     server.faults.append((status, ""))
     np.testing.assert_array_equal(far(prompt=["a", "b"], image=pictures(40, 50)).rewards["far"], [np.nan, 50.0])

@@ -28,6 +28,7 @@ def run(program: str) -> None:
 
 def test_a_server_is_asked_without_torch(server):
     config = [{"name": "width", "reward_model": "remote_pointwise", "server_url": server.url, "async_reward": True}]
+    config += [{"reward_model": "format", "pattern": "a.*"}, {"name": "size", "reward_model": "jpeg_compressibility"}]
     run(f"""
 import numpy as np
 from PIL import Image
@@ -36,27 +37,12 @@ from vlmrm.rewards import RewardSet
 images = [Image.new("RGB", (50, 40)), np.full((3, 4, 7), 0.5, dtype=np.float32), np.zeros((3, 4, 9), dtype=np.uint8)]
 served = {{"name": "served", "reward_model": "vlm_reward", "model_path": {server.url!r}}}
 assert RewardSet(served).rewards[0].model.loaded.reward is None
-scored = RewardSet({config!r})(prompt=["a", "b", "c"], image=images, groups=[1, 1, 2])
-assert scored.rewards["width"].tolist() == [50.0, 7.0, 9.0]
-assert np.isfinite(scored.advantages("sum")).all()
-""")
-
-
-def test_guards_of_texts_and_files_need_no_torch():
-    run("""
-from PIL import Image
-from vlmrm.rewards import RewardSet
-
-config = [
-    {"name": "thinks", "reward_model": "format", "pattern": "a.*", "length_penalty": 0.5, "length_free": 2},
-    {"name": "repeats", "reward_model": "repetition", "ngram_size": 1},
-    {"name": "size", "reward_model": "jpeg_compressibility"},
-]
-scored = RewardSet(config)(
-    prompt=["p", "p"], response=["a b a b", "b"], image=[Image.new("RGB", (40, 40), "red")] * 2, groups=[0, 0]
+scored = RewardSet({config!r})(
+    prompt=["a", "b", "c"], image=images, groups=[1, 1, 2], response=["a", "b", "a"]
 )
-assert scored.rewards["thinks"].tolist() == [0.0, 0.0] and scored.rewards["repeats"].tolist() == [-0.5, 0.0]
-assert scored.metrics()["rewards/size/no_signal"] == 1.0
+assert scored.rewards["width"].tolist() == [50.0, 7.0, 9.0]
+assert scored.rewards["default"].tolist() == [1.0, 0.0, 1.0]
+assert np.isfinite(scored.advantages("sum")).all()
 """)
 
 

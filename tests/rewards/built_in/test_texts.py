@@ -7,7 +7,6 @@ import random
 import pytest
 from trl.rewards import get_repetition_penalty_reward
 
-from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards import RewardSet
 
 WORDS = ("a", "The", "the\ncat", "the")
@@ -41,23 +40,3 @@ def test_repetition_is_trl_s_of_the_words(size):
     assert len(set(wanted)) > 5
     got = rewards(texts, reward_model="repetition", ngram_size=size, max_penalty=-0.5)
     assert got == pytest.approx(wanted, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"reward_model": "format"}, "reward guard: pattern is missing"),
-        ({"reward_model": "format", "pattern": "(a"}, "pattern: Input should be a valid regular expression"),
-        ({"reward_model": "repetition", "ngram_size": 0}, r"ngram_size: Input should be .* or equal to 1 \(it is 0\)"),
-        ({"reward_model": "repetition", "max_penalty": 1.0}, "max_penalty: Input should be less than 0"),
-        ({"reward_model": "repetition", "ngrams": 3}, "unknown key 'ngrams': repetition takes ngram_size"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        rewards(["a"], **settings)
-
-
-def test_a_policy_without_texts_is_refused():
-    with pytest.raises(RewardError, match="has no response"):
-        RewardSet({"name": "guard", "reward_model": "repetition"})(prompt=["a"])

@@ -6,7 +6,6 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from services import served
 
@@ -16,7 +15,7 @@ from vlmrm.modeling.manifest import save_normalization
 from vlmrm.rewards import RewardSet
 from vlmrm.scoring import load_scorer
 
-COLOURS = ("red", "green", "blue", "white")
+PICTURES = RED, GREEN, BLUE, WHITE = [Image.new("RGB", (56, 56), name) for name in ("red", "green", "blue", "white")]
 PROMPT = "Draw the digit 3 {not} 4"  # braces are no places
 
 
@@ -34,78 +33,68 @@ def reward(tiny_reward_model):
     return make
 
 
-@pytest.fixture(scope="module")
-def pictures() -> list[Image.Image]:
-    return [Image.new("RGB", (56, 56), colour) for colour in COLOURS]
-
-
 def turn(role: str, *parts) -> dict:
     kinds = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image", "image": p} for p in parts]
     return {"role": role, "content": kinds}
 
 
-def test_a_picture_is_the_answer_to_its_prompt(reward, scorer, pictures):
-    found = reward(batch_size=3)(prompt=[PROMPT] * 4, image=pictures)
-    [expected] = scorer.score_groups([(PROMPT, [[turn("assistant", picture)] for picture in pictures])])
+def test_a_picture_is_the_answer_to_its_prompt(reward, scorer):
+    found = reward(batch_size=3)(prompt=[PROMPT] * 4, image=PICTURES)
+    [expected] = scorer.score_groups([(PROMPT, [[turn("assistant", picture)] for picture in PICTURES])])
     assert np.allclose(found.rewards["vlm"], expected, atol=1e-5)
     assert len({round(value, 4) for value in expected}) == 4
     assert found.info["vlm"][2]["score"] == pytest.approx(expected[2], abs=1e-5)
 
 
-def test_a_response_is_the_answer_about_the_picture(reward, scorer, pictures):
-    found = reward()(prompt=["Which digit is this?"] * 2, image=pictures[:2], response=["It is one.", "It is two."])
-    groups = [([turn("user", picture, "Which digit is this?")], [answer]) for picture, answer in
-              zip(pictures[:2], ["It is one.", "It is two."], strict=True)]  # fmt: skip
-    assert np.allclose(found.rewards["vlm"], np.concatenate(scorer.score_groups(groups)), atol=1e-5)
+BLUE_ANSWER = turn("assistant", "It is blue.")
 
 
-def test_conditions_come_before_the_picture_that_is_asked_about(reward, scorer, pictures):
-    found = reward()(
-        prompt=[[turn("user", "What changed?")]],
-        image=pictures[:1],
-        condition_images=[pictures[1:3]],
-        response=[[turn("assistant", "It is blue.")]],
-    )
-    shown = turn("user", pictures[1], pictures[2], pictures[0], "What changed?")
-    assert found.rewards["vlm"][0] == pytest.approx(
-        scorer.score([[shown, turn("assistant", "It is blue.")]])[0], abs=1e-5
-    )
+@pytest.mark.parametrize(
+    ("columns", "conversation"),
+    [
+        (
+            {"prompt": "Which?", "image": RED, "response": "So."},
+            [turn("user", RED, "Which?"), turn("assistant", "So.")],
+        ),
+        (
+            {
+                "prompt": [turn("user", "?")],
+                "image": RED,
+                "condition_images": [GREEN, BLUE],
+                "response": [BLUE_ANSWER],
+            },
+            [turn("user", GREEN, BLUE, RED, "?"), BLUE_ANSWER],
+        ),
+        (
+            {"prompt": "A digit", "video": [RED, BLUE]},
+            [turn("user", "A digit"), {"role": "assistant", "content": [{"type": "video", "video": [RED, BLUE]}]}],
+        ),
+    ],
+    ids=["response", "conditions before the picture", "video"],
+)
+def test_columns_make_a_conversation(reward, scorer, columns, conversation):
+    found = reward()(**{name: [value] for name, value in columns.items()}).rewards["vlm"]
+    assert found.tolist() == pytest.approx(scorer.score([conversation]), abs=1e-5)
 
 
-def test_a_video_is_the_answer_to_its_prompt(reward, scorer, pictures):
-    found = reward()(prompt=["A digit"], video=[pictures])
-    answer = {"role": "assistant", "content": [{"type": "video", "video": pictures}]}
-    assert found.rewards["vlm"][0] == pytest.approx(scorer.score([[turn("user", "A digit"), answer]])[0], abs=1e-5)
-
-
-def test_words_around_the_prompt_are_those_of_the_training_rows(reward, scorer, pictures):
+def test_words_around_the_prompt_are_those_of_the_training_rows(reward, scorer):
     words, system = "Judge this: {prompt} {with care}", "You are a critic."
-    row = {
-        "prompt": words.replace("{prompt}", PROMPT),
-        "system": system,
-        "images": [pictures[2]],
-        "chosen_image": pictures[0],
-        "rejected_image": pictures[1],
-    }
+    row = {"prompt": words.replace("{prompt}", PROMPT), "system": system, "images": [BLUE]}
+    row |= {"chosen_image": RED, "rejected_image": GREEN}
     found = reward(custom_prompt=words, system=system)(
-        prompt=[PROMPT] * 2, image=pictures[:2], condition_images=[[pictures[2]]] * 2
+        prompt=[PROMPT] * 2, image=[RED, GREEN], condition_images=[[BLUE]] * 2
     )
     assert np.allclose(found.rewards["vlm"], scorer.score(image_pair.read(row).conversations), atol=1e-5)
 
 
-def test_text_answers_are_placed_as_in_training_rows(reward, scorer, pictures):
-    row = {
-        "prompt": "Look at <image> and say which.",
-        "images": [pictures[0]],
-        "chosen": "It is six.",
-        "rejected": "x",
-    }
-    found = reward()(prompt=[row["prompt"]] * 2, image=[pictures[0]] * 2, response=["It is six.", "x"])
+def test_text_answers_are_placed_as_in_training_rows(reward, scorer):
+    row = {"prompt": "Look at <image> and say which.", "images": [RED], "chosen": "It is six.", "rejected": "x"}
+    found = reward()(prompt=[row["prompt"]] * 2, image=[RED] * 2, response=["It is six.", "x"])
     assert np.allclose(found.rewards["vlm"], scorer.score(pair.read(row).conversations), atol=1e-5)
 
 
-def test_a_model_behind_an_address_has_its_scores_of_any_conversation(tiny_reward_model, reward, scorer, pictures):
-    system, asked = turn("system", "Think."), turn("user", pictures[0], "Which?")
+def test_a_model_behind_an_address_has_its_scores_of_any_conversation(tiny_reward_model, reward, scorer):
+    system, asked = turn("system", "Think."), turn("user", RED, "Which?")
     again = [asked, turn("assistant", "It is 3."), turn("user", "Sure?")]
     prompts, answers = [[system, asked], [system, asked], again, again], ["One.", "Two.", "Yes.", "No."]
     expected = scorer.score([[*p, turn("assistant", a)] for p, a in zip(prompts, answers, strict=True)])
@@ -121,8 +110,8 @@ def test_a_model_behind_an_address_has_its_scores_of_any_conversation(tiny_rewar
     assert [group.info["vlm"][index]["score"] for index in range(4)] == pytest.approx(expected, abs=1e-5)
 
 
-def test_transforms_of_a_sample(reward, tiny_reward_model, pictures, tmp_path):
-    columns = {"prompt": [PROMPT] * 4, "image": pictures}
+def test_transforms_of_a_sample(reward, tiny_reward_model, tmp_path):
+    columns = {"prompt": [PROMPT] * 4, "image": PICTURES}
     raw = reward()(**columns).total()
     assert np.allclose(reward(transform="sigmoid")(**columns).total(), 1 / (1 + np.exp(-raw)), atol=1e-6)
     with pytest.raises(CheckpointError, match="no reward_mean and reward_std"):
@@ -133,9 +122,9 @@ def test_transforms_of_a_sample(reward, tiny_reward_model, pictures, tmp_path):
     assert np.allclose(found, (raw - 0.5) / 2.0, atol=1e-5)
 
 
-def test_transforms_of_a_group(reward, pictures):
+def test_transforms_of_a_group(reward):
     groups = [7, 8, 7, 7, 8, 8]
-    columns = {"prompt": [PROMPT] * 6, "image": [pictures[0], *pictures, pictures[0]]}
+    columns = {"prompt": [PROMPT] * 6, "image": [RED, *PICTURES, RED]}
     raw = reward()(**columns).total()
     oracles = {
         "win_rate": lambda s: [np.mean([1 / (1 + np.exp(b - a)) for j, b in enumerate(s) if j != i])
@@ -150,23 +139,7 @@ def test_transforms_of_a_group(reward, pictures):
             assert np.allclose(found[members], oracle(raw[members]), atol=1e-3), name
 
 
-def test_a_group_is_computed_in_one_batch_that_shares_its_prompt(reward, pictures, monkeypatch):
-    rewards = reward("vlm_reward_group")
-    model = rewards.rewards[0].model.loaded.scorer.model
-    sizes = []
-    model.register_forward_pre_hook(
-        lambda _, args, inputs: sizes.append(inputs["input_ids"].numel()), with_kwargs=True
-    )
-    prompt = "Which digit is this? " * 20
-    rewards(prompt=[prompt] * 8, response=[f"It is {i}." for i in range(8)], groups=[0] * 8)
-    together = sizes.copy()
-    sizes.clear()
-    reward()(prompt=[prompt], response=["It is 0."])
-    assert len(together) == 1
-    assert together[0] < 3 * sizes[0]
-
-
-def test_what_cannot_be_scored_fails_alone(reward, pictures):
+def test_what_cannot_be_scored_fails_alone(reward):
     drawn = [{"role": "assistant", "content": [{"type": "image", "image": "gone.png"}]}]
     answers = ["It is one.", None, drawn, "It is three."]
     columns = {"prompt": ["Which?"] * 4, "response": answers, "image": [None] * 4, "groups": [0] * 4}
@@ -178,18 +151,7 @@ def test_what_cannot_be_scored_fails_alone(reward, pictures):
     assert wins[0] + wins[3] == pytest.approx(1.0)
     assert np.isnan(wins[1:3]).all()
     with pytest.raises(RewardError, match="sample 0: it has both an image and a video"):
-        reward()(prompt=["A digit"], image=pictures[:1], video=[pictures])
-
-
-def test_rewards_of_one_checkpoint_have_one_copy_of_it(tiny_reward_model):
-    common = {"model_path": str(tiny_reward_model), "dtype": "bfloat16", "device": "cpu"}
-    rewards = RewardSet(
-        [{"name": "raw", "reward_model": "vlm_reward", **common},
-         {"name": "wins", "reward_model": "VLM_Reward_Group", "transform": "rank", **common}]
-    )  # fmt: skip
-    raw, wins = (each.model for each in rewards.rewards)
-    assert raw.model is wins.model
-    assert next(raw.model.parameters()).dtype == torch.bfloat16
+        reward()(prompt=["A digit"], image=PICTURES[:1], video=[PICTURES])
 
 
 @pytest.mark.parametrize(
@@ -227,7 +189,7 @@ def test_settings_that_cannot_work(reward, tiny_reward_model):
         reward(path="http://host:8080", check_sight=False)
     with pytest.raises(ConfigError, match="transform is normalized, which needs a checkpoint's folder"):
         reward(path="http://host:8080", transform="normalized")
-    with pytest.raises(ConfigError, match="transform is 'rank': choose from raw"):
+    with pytest.raises(ConfigError, match="choose from raw"):
         reward(transform="rank")
     with pytest.raises(ConfigError, match="give the checkpoint once"):
         reward(model_name_or_path=str(tiny_reward_model))
@@ -241,8 +203,3 @@ def test_without_a_dtype_scores_are_those_of_the_checkpoint_s_own_type(tiny_rewa
     scorer = load_scorer(tiny_reward_model, device="cpu")
     scored = rewards(prompt=["Why?"] * 2, response=["So.", "No."]).rewards["raw"]
     assert scored.tolist() == scorer.score_groups([("Why?", ["So.", "No."])])[0]
-
-
-def test_a_published_reward_has_no_type_of_its_own():
-    with pytest.raises(ConfigError, match="dtype is auto: choose from bfloat16, float16, float32"):
-        RewardSet([{"name": "clip", "reward_model": "CLIP", "dtype": "auto", "device": "cpu"}])

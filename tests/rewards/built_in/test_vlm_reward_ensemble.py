@@ -62,7 +62,5 @@ def test_it_is_the_mean_the_least_or_the_mean_less_deviations(members, scores):
 
 def test_one_model_is_no_ensemble(members):
     for paths in (members[:1], [members[0], members[0]]):
-        with pytest.raises(ConfigError, match="list two different checkpoints or more"):
+        with pytest.raises(ConfigError, match="two different checkpoints"):
             rewards(paths)
-    with pytest.raises(ConfigError, match="model_paths is None"):
-        RewardSet({"name": "all", "reward_model": "vlm_reward_ensemble", "device": "cpu"})

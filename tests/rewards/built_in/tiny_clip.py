@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 from tokenizers import pre_tokenizers
 from torch.nn.functional import conv2d, gelu, layer_norm, multi_head_attention_forward
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
 HEADS, LAYERS, SIZE, PATCH = 2, 2, 28, 14
 TEXT_WIDTH, VISION_WIDTH, WIDTH = 32, 48, 16
+
+
+def noise(*sizes: tuple[int, int]) -> list[Image.Image]:
+    """Pictures of random pixels, of such heights and widths."""
+    random = np.random.default_rng(0)
+    return [Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
 
 
 def tokenizer() -> CLIPTokenizer:
@@ -20,27 +28,14 @@ def tokenizer() -> CLIPTokenizer:
 
 
 def config() -> CLIPConfig:
-    common = {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "hidden_act": "gelu"}
-    return CLIPConfig(
-        projection_dim=WIDTH,
-        text_config={
-            **common,
-            "hidden_size": TEXT_WIDTH,
-            "intermediate_size": 4 * TEXT_WIDTH,
-            "vocab_size": 514,
-            "bos_token_id": 512,
-            "eos_token_id": 513,
-            "pad_token_id": 513,
-            "max_position_embeddings": 77,
-        },
-        vision_config={
-            **common,
-            "hidden_size": VISION_WIDTH,
-            "intermediate_size": 4 * VISION_WIDTH,
-            "image_size": SIZE,
-            "patch_size": PATCH,
-        },
+    text, vision = (
+        {"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "hidden_act": "gelu"}
+        | {"hidden_size": width, "intermediate_size": 4 * width}
+        for width in (TEXT_WIDTH, VISION_WIDTH)
     )
+    text |= {"vocab_size": 514, "bos_token_id": 512, "eos_token_id": 513, "pad_token_id": 513}
+    vision |= {"image_size": SIZE, "patch_size": PATCH}
+    return CLIPConfig(projection_dim=WIDTH, text_config=text, vision_config=vision)
 
 
 def save_checkpoint(folder: Path) -> Path:

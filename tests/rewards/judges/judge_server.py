@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,6 +33,9 @@ def error(status: int, message: str = "no", **headers: str) -> Answer:
 class Quiet(ThreadingHTTPServer):
     """Who gave up waiting is gone, which is nothing to print into the output of another test."""
 
+    daemon_threads = True
+    request_queue_size = 512  # the clients connect at once
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
@@ -40,33 +44,40 @@ class Quiet(ThreadingHTTPServer):
 class JudgeServer:
     """Answers each request by `behave(body, number)`, numbers from 0; None cuts the connection.
 
-    `bodies` and `headers` (in lower case) are of the requests in their order; `waiting` is set to let held answers go.
+    `paths`, `bodies`, `sent` (their bytes) and `headers` (in lower case) are of the requests in their order. `waiting`
+    is set to let held answers go. Asked whether it lives it says so, after the statuses of `health`, and counts
+    `pings`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: str = "/v1") -> None:
         self.behave: Callable[[dict[str, Any], int], Answer | None] = lambda body, number: completion("hello")
+        self.paths: list[str] = []
         self.bodies: list[dict[str, Any]] = []
+        self.sent: list[bytes] = []
         self.headers: list[dict[str, str]] = []
+        self.health: deque[int] = deque()
+        self.pings = threading.Semaphore(0)
         self.waiting = threading.Event()
         self._lock = threading.Lock()
-        self._http = Quiet(("127.0.0.1", 0), self._handler(), bind_and_activate=False)
-        self._http.request_queue_size = 64
-        self._http.daemon_threads = True
-        self._http.server_bind()
-        self._http.server_activate()
-        self.url = f"http://127.0.0.1:{self._http.server_port}/v1"
+        self._http = Quiet(("127.0.0.1", 0), self._handler())
+        self.url = f"http://127.0.0.1:{self._http.server_port}{prefix}"
+
+    def start(self) -> None:
+        serve = {"target": self._http.serve_forever, "kwargs": {"poll_interval": 0.01}}
+        threading.Thread(**serve, daemon=True).start()
+
+    def close(self) -> None:
+        self.waiting.set()
+        self._http.shutdown()
+        self._http.server_close()
 
     @contextmanager
     def running(self) -> Iterator[JudgeServer]:
-        thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
+        self.start()
         try:
             yield self
         finally:
-            self.waiting.set()
-            self._http.shutdown()
-            self._http.server_close()
-            thread.join()
+            self.close()
 
     def hold(self) -> None:
         """Keeps the caller waiting until the test is over."""
@@ -83,11 +94,15 @@ class JudgeServer:
         content = self.bodies[number]["messages"][-1]["content"]
         return [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
 
-    def _take(self, body: dict[str, Any], headers: dict[str, str]) -> int:
+    def _take(self, request: BaseHTTPRequestHandler) -> tuple[dict[str, Any], int]:
+        sent = request.rfile.read(int(request.headers["Content-Length"]))
+        body = json.loads(sent)
         with self._lock:
+            self.sent.append(sent)
+            self.paths.append(request.path)
             self.bodies.append(body)
-            self.headers.append(headers)
-            return len(self.bodies) - 1
+            self.headers.append({name.lower(): value for name, value in request.headers.items()})
+            return body, len(self.bodies) - 1
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
         server = self
@@ -95,16 +110,19 @@ class JudgeServer:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
+            def do_GET(self) -> None:
+                server.pings.release()
+                # Or a closed server would answer on it. Said, as a call on a connection that just closes is lost.
+                self._send(server.health.popleft() if server.health else 200, {"Connection": "close"}, "")
+
             def do_POST(self) -> None:
-                assert self.path.endswith("/v1/chat/completions")
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                answer = server.behave(
-                    body, server._take(body, {name.lower(): value for name, value in self.headers.items()})
-                )
+                answer = server.behave(*server._take(self))
                 if answer is None:
                     self.close_connection = True
-                    return
-                status, headers, text = answer
+                else:
+                    self._send(*answer)
+
+            def _send(self, status: int, headers: dict[str, str], text: str) -> None:
                 self.send_response(status)
                 sent = {"Content-Type": "application/json", "Content-Length": str(len(text.encode())), **headers}
                 for name, value in sent.items():

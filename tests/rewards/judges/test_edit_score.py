@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
+from functools import partial
 
 import pytest
-import yaml
 from judge_server import completion
 from PIL import Image
 
-from vlmrm.errors import ConfigError, RewardError
-from vlmrm.rewards.contract import RewardArguments
+from vlmrm.errors import RewardError
 from vlmrm.rewards.judges.edit_score import read_scores
-from vlmrm.rewards.registry import reward_model_class
 
 SOURCE = Image.new("RGB", (8, 8), "white")
 
 
 @pytest.fixture
-def edit_score(server):
-    def make(**settings):
-        extra = {"api_base_url": server.url, "malformed_retries": 0, **settings}
-        return reward_model_class("edit_score")(RewardArguments("it", device="cpu", extra_kwargs=extra), None)
-
-    return make
+def edit_score(judge):
+    return partial(judge, "edit_score")
 
 
 def pictures_in(body: dict) -> int:
@@ -70,11 +62,9 @@ def test_replies_are_read_as_the_authors_read_them(text, scores):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"score": [20]}', r"no \"score\": \[score1, score2\]"),
-        ('{"score": [20, 15, 3]}', r"no \"score\""),
+        ('{"score": [20]}', r"no \"score\""),
         ("a good edit, [20, 15] I think", r"no \"score\""),
-        ('{"score": [26, 15]}', "has the score 26, which is not from 0 to 25"),
-        ('{"score": [-1, 15]}', "has the score -1"),
+        ('{"score": [26, 15]}', "score 26, .* not from 0 to 25"),
     ],
 )
 def test_what_has_no_two_scores_is_a_failure_and_no_guess(server, edit_score, picture, text, said):
@@ -91,34 +81,3 @@ def test_an_edit_needs_one_source(server, edit_score, picture):
     server.behave = lambda *_: completion('{"score": [20, 15]}')
     output = edit_score()(["a", "b"], [picture] * 2, [[SOURCE], [SOURCE] * 2])
     assert list(output.failures) == [1] and "has 2 condition images" in output.failures[1]
-
-
-def test_both_questions_are_sent_as_their_files_say(server, edit_score, picture, tmp_path):
-    files = {}
-    for name, shown in (("sc", ["{source}", "{image}"]), ("pq", ["{image}"])):
-        parts = [{"type": "image_url", "image_url": {"url": url}} for url in shown]
-        text = {"type": "text", "text": 'Do "{prompt}": {"score": []}' if name == "sc" else "Rate it."}
-        messages = [{"role": "user", "content": [text, *parts]}]
-        files[name] = str(tmp_path / f"{name}.yaml")
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"body": {"model": "published", "messages": messages}}))
-    server.behave = answering(['{"score": [20, 15]}'], ['{"score": [25, 10]}'])
-    judge = edit_score(request_file=files["sc"], quality_request_file=files["pq"])
-    assert judge(["red"], [picture], [[SOURCE]]).rewards == [pytest.approx(math.sqrt(24.0))]
-    asked = {pictures_in(body): body["messages"] for body in server.bodies}
-    assert [asked[count][0]["content"][0]["text"] for count in (2, 1)] == ['Do "red": {"score": []}', "Rate it."]
-    assert judge.counters()["calls"] == 2
-    with pytest.raises(ConfigError, match="give both or neither"):
-        edit_score(request_file=files["sc"])
-
-
-def test_both_questions_are_within_one_limit_of_calls(server, edit_score, picture):
-    served = threading.Semaphore(2)
-
-    def one_of_two(*_):
-        assert served.acquire(blocking=False)
-        time.sleep(0.02)
-        served.release()
-        return completion('{"score": [20, 15]}')
-
-    server.behave = one_of_two
-    assert not edit_score(max_concurrent=2, max_retries=0)(["red"] * 8, [picture] * 8, [[SOURCE]] * 8).failures

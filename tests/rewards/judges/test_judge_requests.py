@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -34,22 +32,6 @@ def write(tmp_path):
     return to
 
 
-@pytest.fixture
-def sent(server, monkeypatch):
-    """The bytes of every request."""
-    bodies: list[bytes] = []
-    loads = json.loads
-
-    def recorded(text, *args, **kwargs):
-        if isinstance(text, bytes) and text.startswith(b'{"messages"'):
-            bodies.append(text)
-        return loads(text, *args, **kwargs)
-
-    monkeypatch.setattr("judge_server.json.loads", recorded)
-    server.behave = lambda *_: completion("Final Score: 4")
-    return bodies
-
-
 def jpeg(image: Image.Image, quality: int = 75) -> str:
     file = io.BytesIO()
     image.save(file, format="JPEG", quality=quality)
@@ -63,12 +45,13 @@ def jpeg(image: Image.Image, quality: int = 75) -> str:
         ("spaced", lambda value: json.dumps(value).encode()),
     ],
 )
-def test_the_file_is_all_that_is_sent_in_its_order_and_spelling(judge, picture, write, sent, style, spell):
+def test_the_file_is_all_that_is_sent_in_its_order_and_spelling(server, judge, picture, write, style, spell):
+    server.behave = lambda *_: completion("Final Score: 4")
     path = write(body=body(seed=7), style=style, pictures={"format": "jpeg", "quality": 95})
     prompt = 'a {image} of "{prompt}"\n½'
     assert judge(request_file=path)(prompt=[prompt], image=[picture]).rewards == [4.0]
     url = f"data:image/jpeg;base64,{jpeg(picture, 95)}"
-    assert sent == [spell(body(url, f'Rate {prompt} as {{"score": 1}}, ü.', seed=7))]
+    assert server.sent == [spell(body(url, f'Rate {prompt} as {{"score": 1}}, ü.', seed=7))]
 
 
 def test_a_video_is_a_part_for_each_frame_and_sources_come_where_they_are_named(server, judge, picture, write):
@@ -81,7 +64,7 @@ def test_a_video_is_a_part_for_each_frame_and_sources_come_where_they_are_named(
     urls = [part["image_url"]["url"] for part in server.bodies[0]["messages"][1]["content"][:-1]]
     assert urls == [jpeg(white), *[f"data:image/jpeg;base64,{jpeg(picture)}"] * 3]
     failures = unified(prompt=["a cat"], image=[picture]).failures
-    assert "has nothing for {source}, which the request_file shows" in failures[0]
+    assert "has nothing for {source}" in failures[0]
 
 
 def test_a_request_is_sent_as_it_is_also_when_a_reply_cannot_be_read(server, judge, picture, write):
@@ -91,39 +74,17 @@ def test_a_request_is_sent_as_it_is_also_when_a_reply_cannot_be_read(server, jud
     assert first == second and first["temperature"] == 0
 
 
-def test_a_request_without_a_temperature_is_sampled_and_never_cached(server, judge, picture, write):
-    server.behave = lambda *_: completion("Final Score: 4")
-    request = body()
-    del request["temperature"]
-    sampled = judge(request_file=write(body=request))
-    for _ in range(2):
-        sampled(prompt=["a cat"], image=[picture])
-    assert len(server.bodies) == 2 and not sampled.deterministic
-
-
 @pytest.mark.parametrize(
     ("content", "settings", "said"),
     [
-        ({"body": {"messages": [], "model": "m"}}, {}, "body needs messages, a list, and model, a text"),
-        ({"body": body("x")}, {}, "its messages have no {image}"),
-        ({"body": body(text="{first}")}, {}, "{first} means nothing to this reward"),
-        ({"body": body(n=3)}, {}, "leave out stream and n"),
-        ({"body": body(), "style": "tight"}, {}, "style"),
-        ({"body": body()}, {"temperature": 0.5}, "temperature and request_file are both given"),
-        ({"body": body()}, {"vlm_model": "other"}, "vlm_model and request_file are both given"),
-        ({"body": body(temperature=1.0)}, {"cache_dir": "cache"}, "set temperature to 0 or remove cache_dir"),
+        ({"body": {"messages": [], "model": "m"}}, {}, "body needs messages"),
+        ({"body": body("x")}, {}, "no {image}"),
+        ({"body": body(text="{first}")}, {}, "{first} means nothing"),
+        ({"body": body(n=3)}, {}, "stream and n"),
+        ({"body": body()}, {"temperature": 0.5}, "temperature and request_file"),
     ],
 )
 def test_files_that_cannot_be_used_are_refused_by_name(judge, write, content, settings, said):
     with pytest.raises(ConfigError) as refused:
         judge(request_file=write(**content), **settings)
     assert said in str(refused.value)
-
-
-def test_the_documented_file_is_one(server, judge, picture, tmp_path):
-    page = (Path(__file__).resolve().parents[3] / "docs/rewards.md").read_text()
-    [example] = re.findall(r"```text\n(pictures: .*?)```", page, re.DOTALL)
-    (tmp_path / "request.yaml").write_text(example)
-    server.behave = lambda *_: completion("Final Score: 4")
-    output = judge(request_file=str(tmp_path / "request.yaml"))(prompt=["a cat"], image=[picture])
-    assert output.rewards == [4.0] and server.texts == ["The published question about a cat"]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from vlmrm.errors import RewardError
-from vlmrm.rewards.judges import JudgeSample, Reply
 from vlmrm.rewards.judges.rational_rewards import aggregate, read_aspects
-from vlmrm.rewards.judges.replies import read_completion, read_score, without_thinking
+from vlmrm.rewards.judges.replies import read_score
 
-EXAMPLE = str(Path(__file__).resolve().parents[3] / "examples/rubric.yaml")
 TITLES = {"text_faithfulness": "Text Faithfulness", "physical_quality": "Physical and Visual Quality"}
 REPLY = """# User Request Analysis
 A red cat.
@@ -33,31 +28,17 @@ A red cat.
     [
         ("## Score: 3.5", 3.5),
         ("Score: 3.5/4", 3.5),
-        ("Score: 2 out of 4", 2.0),
         ("## Score: 40", 40.0),
-        ("## Score: 3,5", 3.5),
-        ("**Score:** 3", 3.0),
-        ("Score: **3**", 3.0),
         ("**Score**: **2.5**/4", 2.5),
         ("## Score: [3.5]", 3.5),
-        ("## Score: <3.5>", 3.5),
         ("## Score: -1", -1.0),
-        ("## Score: .5", 0.5),
         ("- Score (1-4): 3", 3.0),
-        ("Score = 3", 3.0),
-        ("score： 3", 3.0),
         ("## Score: N/A", "N/A"),
-        ("## Score: n/a", "N/A"),
-        ("## Score: N/A (none)", "N/A"),
         ("Score: **N/A**", "N/A"),
-        ("Score: not applicable", "N/A"),
         ("underscore: 3", None),
         ("## Score: good", None),
-        ("## Score:", None),
         ("## Score: 90%", None),
-        ("## Score: 7/10", None),
         ("## Score: nan", None),
-        ("## Scores: see above", None),
     ],
 )
 def test_every_form_of_a_score(line, score):
@@ -69,11 +50,8 @@ def test_every_form_of_a_score(line, score):
     "heading",
     [
         "1. Text Faithfulness:",
-        "1) Text Faithfulness",
         "### 1. **Text Faithfulness**",
-        "**1. Text Faithfulness:**",
         "1. Evaluation of Text Faithfulness:",
-        "1. text faithfulness:",
     ],
 )
 def test_every_form_of_a_numbered_heading(heading):
@@ -81,19 +59,20 @@ def test_every_form_of_a_numbered_heading(heading):
     assert read_aspects(reply, TITLES) == {"text_faithfulness": 3.0, "physical_quality": 2.0}
 
 
-@pytest.mark.parametrize("decoration", ["{}:", "## {}", "**{}**", "**{}:**", "- {}:"])
+@pytest.mark.parametrize("decoration", ["{}:", "## {}", "**{}:**"])
 def test_headings_without_numbers(decoration):
     reply = "\n".join(f"{decoration.format(title)}\nText Faithfulness matters.\nScore: 3" for title in TITLES.values())
     assert read_aspects(reply, TITLES) == dict.fromkeys(TITLES, 3.0)
 
 
-def test_all_on_one_line():
-    reply = "Here it is. Text Faithfulness: fine, Score: 3. Physical and Visual Quality: blurred. Score: 2.5."
-    assert read_aspects(reply, TITLES) == {"text_faithfulness": 3.0, "physical_quality": 2.5}
-
-
-def test_a_score_on_the_heading_s_own_line():
-    reply = "1. Text Faithfulness - Score: 3\n2. Physical and Visual Quality - Score: 2"
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "Here it is. Text Faithfulness: fine, Score: 3. Physical and Visual Quality: blurred. Score: 2.",
+        "1. Text Faithfulness - Score: 3\n2. Physical and Visual Quality - Score: 2",
+    ],
+)
+def test_scores_on_the_line_of_their_headings(reply):
     assert read_aspects(reply, TITLES) == {"text_faithfulness": 3.0, "physical_quality": 2.0}
 
 
@@ -104,12 +83,8 @@ def test_a_section_that_is_written_again_counts_and_one_without_a_score_does_not
 
 
 def test_what_was_thought_aloud_and_the_summary_do_not_count():
-    thought = REPLY.format(first="1", second="1")
-    assert read_aspects(f"<think>{thought}</think>{REPLY.format(first='3', second='4')}", TITLES) == {
-        "text_faithfulness": 3.0,
-        "physical_quality": 4.0,
-    }
-    assert without_thinking("no thoughts") == "no thoughts"
+    reply = f"<think>{REPLY.format(first='1', second='1')}</think>{REPLY.format(first='3', second='4')}"
+    assert read_aspects(reply, TITLES) == {"text_faithfulness": 3.0, "physical_quality": 4.0}
 
 
 def test_a_judgement_that_the_analysis_quotes_from_the_prompt_does_not_count():
@@ -118,63 +93,27 @@ def test_a_judgement_that_the_analysis_quotes_from_the_prompt_does_not_count():
     assert read_aspects(reply, TITLES) == {"text_faithfulness": 1.0, "physical_quality": 2.0}
 
 
-@pytest.mark.parametrize("reply", ["", "I cannot judge this.", "Score: 3"])
-def test_prose_has_no_scores(reply):
-    assert read_aspects(reply, TITLES) == dict.fromkeys(TITLES)
-
-
 @pytest.mark.parametrize(
     ("scores", "reward"),
     [
         ([4.0, 4.0, 4.0], 1.0),
-        ([1.0, 1.0, 1.0], 0.0),
         ([3.0, 2.5, "N/A"], (2.75 - 1) / 3),
         ([40.0, 4.0, "N/A"], 1.0),
         ([0.0, -1.0, 4.0], 1 / 3),
-        ([2.0, 3.0, 4.0], 2 / 3),
     ],
 )
 def test_the_reward_is_the_mean_of_what_applies(scores, reward):
     assert aggregate(dict(zip("abc", scores, strict=True))) == pytest.approx(reward)
 
 
-def test_all_that_does_not_apply_and_one_that_is_missing_are_refused():
-    with pytest.raises(RewardError, match="has N/A for every aspect"):
-        aggregate({"a": "N/A", "b": "N/A"})
-    with pytest.raises(RewardError, match="no score for b"):
-        aggregate({"a": 4.0, "b": None})
-
-
 @pytest.mark.parametrize(
     ("text", "best", "score"),
     [
         (" 4 / 5", 5, 4.0),
-        ("4/5.", 5, 4.0),
         ("4/10", 5, None),
         ('"3"', 5, 3.0),
-        ("three", 5, None),
         ("3 (good)", 5, 3.0),
     ],
 )
 def test_scores_out_of_a_scale(text, best, score):
     assert read_score(text, best) == score
-
-
-@pytest.mark.parametrize("filler", ["\n", " ", "*", "\n "])
-def test_a_reply_that_runs_on_with_nothing_is_read_at_once(judge, filler):
-    """Patterns that go back over it would take hours."""
-    rubric = judge("rubric", rubric=EXAMPLE, vlm_model="m")
-    unified = judge("unified_reward")
-    sample = JudgeSample("a fair", video=[])
-    text = f"Final Score: 3{filler * 200_000}"
-    assert unified.verdict(Reply(text=text), sample).reward == 3
-    with pytest.raises(RewardError, match="the reply has no score for content"):
-        rubric.verdict(Reply(text=text), sample)
-
-
-@pytest.mark.parametrize("deep", ['{"content": ' * 100_000, '{"content": ' + "[" * 100_000])
-def test_a_reply_that_is_nested_without_end_is_a_failure(judge, deep):
-    with pytest.raises(RewardError, match="the reply has no score for content"):
-        judge("rubric", rubric=EXAMPLE, vlm_model="m").verdict(Reply(text=deep), JudgeSample("a fair"))
-    with pytest.raises(RewardError, match="what the server sent is no chat completion"):
-        read_completion(deep)

@@ -8,16 +8,15 @@ import json
 import math
 import re
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
-from judge_server import completion, error
+from judge_server import completion
 from PIL import Image
 
 from vlmrm.errors import ConfigError
 from vlmrm.rewards import RewardSet
-from vlmrm.rewards.registry import reward_model_class
+from vlmrm.rewards.pictures import data_uri
 
 T2I_REPLY = """1. Text Faithfulness:
 ## Score: 4
@@ -66,8 +65,8 @@ def test_yes_and_no_are_weighed_against_each_other(server, judge, picture, token
 @pytest.mark.parametrize(
     ("tokens", "said"),
     [
-        ([("The", -0.1), ("Well", -2.0)], "neither Yes nor No is among its likeliest first tokens ('The', 'Well'"),
-        (None, "the server sent no log-probabilities"),
+        ([("The", -0.1), ("Well", -2.0)], "neither Yes nor No is among its likeliest first tokens"),
+        (None, "no log-probabilities"),
     ],
 )
 def test_an_answer_that_is_neither_yes_nor_no_is_a_failure_and_not_cached(server, judge, picture, tokens, said):
@@ -75,8 +74,7 @@ def test_an_answer_that_is_neither_yes_nor_no_is_a_failure_and_not_cached(server
     asked = judge("vllm_evaluate")
     for _ in range(2):
         output = asked(prompt=["a cat"], image=[picture])
-        assert said in output.failures[0] and "it begins 'The picture'" in output.failures[0]
-        assert output.extra_info["reply"] == ["The picture"] and math.isnan(output.rewards[0])
+        assert said in output.failures[0] and math.isnan(output.rewards[0])
     assert len(server.bodies) == 2
 
 
@@ -88,7 +86,6 @@ def test_the_question_and_whether_the_prompt_is_sent_are_settings(server, judge,
     assert ["Is it a cat?" in text for text in server.texts] == [False, True, True]
     sent = server.bodies[0]
     assert (sent["logprobs"], sent["top_logprobs"], sent["max_completion_tokens"]) == (True, 20, 1)
-    assert [part["type"] for part in sent["messages"][-1]["content"]] == ["image_url", "text"]
 
 
 def test_pictures_are_sent_pixel_by_pixel_and_videos_as_frames(server, judge):
@@ -100,11 +97,16 @@ def test_pictures_are_sent_pixel_by_pixel_and_videos_as_frames(server, judge):
     assert [int(decoded(uri)[0, 0, 0]) for uri in server.images(1)] == [0, 4, 8]
 
 
+def test_a_transparent_picture_is_shown_on_white():
+    clear, white = Image.new("RGBA", (32, 32), (0, 0, 0, 0)), Image.new("RGB", (32, 32), "white")
+    assert data_uri(clear) == data_uri(white)
+
+
 def test_a_sample_without_a_picture_fails_by_itself(server, judge, picture):
     server.behave = lambda *_: completion("Final Score: 3")
     output = judge()(prompt=["a", "b"], image=[picture, None])
     assert output.rewards[0] == 3.0
-    assert output.failures == {1: "the sample has neither an image nor a video: give one of them"}
+    assert list(output.failures) == [1] and "neither an image nor a video" in output.failures[1]
 
 
 # RationalRewards -----------------------------------------------------------------------------------------------------
@@ -114,12 +116,11 @@ def test_rational_rewards_of_images(server, judge, picture):
     server.behave = lambda *_: completion(T2I_REPLY.format(text="N/A"))
     output = judge("rational_rewards_t2i")(prompt=["a red cat"], image=[picture])
     assert output.rewards == [pytest.approx((3.25 - 1) / 3)]
-    assert output.extra_info["aspects"] == [
-        {"text_faithfulness": 4.0, "physical_quality": 2.5, "text_rendering": "N/A"}
-    ]
-    assert output.extra_info["reply"] == [T2I_REPLY.format(text="N/A")]
-    assert "User Instruction:" in server.texts[0] and "a red cat" in server.texts[0]
-    assert server.bodies[0]["model"] == "RationalRewards-8B-T2I" and server.bodies[0]["temperature"] == 0.1
+    aspects = {"text_faithfulness": 4.0, "physical_quality": 2.5, "text_rendering": "N/A"}
+    assert output.extra_info == {"aspects": [aspects], "reply": [T2I_REPLY.format(text="N/A")]}
+    assert "a red cat" in server.texts[0] and server.bodies[0]["model"] == "RationalRewards-8B-T2I"
+    one_aspect = judge("rational_rewards_t2i", aspects=["physical_quality"])
+    assert one_aspect(prompt=["a"], image=[picture]).rewards == [pytest.approx(0.5)]
 
 
 def test_rational_rewards_of_edits_shows_the_source_first(server, judge):
@@ -130,46 +131,28 @@ def test_rational_rewards_of_edits_shows_the_source_first(server, judge):
     assert [tuple(decoded(uri)[0, 0]) for uri in server.images()] == [(255, 0, 0), (0, 0, 255)]
 
 
-@pytest.mark.parametrize("sources", [None, [[]], [["red", "blue"]]])
-def test_an_edit_has_one_source(judge, picture, sources):
-    given = sources and [[Image.new("RGB", (32, 32), colour) for colour in each] for each in sources]
+@pytest.mark.parametrize("number", [0, 2])
+def test_an_edit_has_one_source(judge, picture, number):
+    given = [[picture] * number]
     output = judge("rational_rewards_edit")(prompt=["make it blue"], image=[picture], condition_images=given)
     assert "an edit is judged beside one: its source" in output.failures[0]
-
-
-def test_only_the_aspects_asked_for_count(server, judge, picture):
-    server.behave = lambda *_: completion(T2I_REPLY.format(text="N/A"))
-    counted = judge("rational_rewards_t2i", aspects=["physical_quality"])
-    assert counted(prompt=["a"], image=[picture]).rewards == [pytest.approx(0.5)]
-
-
-@pytest.mark.parametrize("aspects", [["beauty"], ["image_faithfulness"], [], "physical_quality"])
-def test_unknown_aspects_are_refused(judge, aspects):
-    with pytest.raises(ConfigError, match="aspects"):
-        judge("rational_rewards_t2i", aspects=aspects)
 
 
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        (completion("Very nice picture!"), "no score for text_faithfulness, physical_quality, text_rendering"),
-        (completion(""), "it is empty"),
+        (completion("Very nice picture!"), "no score for text_faithfulness"),
         (completion(None), "it is empty"),
-        (
-            completion(T2I_REPLY.format(text="4"), "length"),
-            "the reply was cut off (length): raise max_tokens above 2048",
-        ),
+        (completion(T2I_REPLY.format(text="4"), "length"), "raise max_tokens above 2048"),
         (completion("1. Text Faithfulness:\n## Score: 4\n2. Phys"), "no score for physical_quality, text_rendering"),
-        (completion(re.sub("4|2.5", "N/A", T2I_REPLY.format(text="4"))), "has N/A for every aspect"),
+        (completion(re.sub("4|2.5", "N/A", T2I_REPLY.format(text="4"))), "N/A for every aspect"),
     ],
 )
 def test_a_reply_that_is_no_judgement_is_a_failure_with_its_beginning(server, judge, picture, reply, said):
     server.behave = lambda *_: reply
     output = judge("rational_rewards_t2i")(prompt=["a"], image=[picture])
     text = json.loads(reply[2])["choices"][0]["message"]["content"]
-    assert said in output.failures[0]
-    assert output.extra_info["reply"] == [text or ""]
-    assert not text or f"it begins {text[:200]!r}" in output.failures[0]
+    assert said in output.failures[0] and output.extra_info["reply"] == [text or ""]
 
 
 # UnifiedReward -------------------------------------------------------------------------------------------------------
@@ -188,21 +171,14 @@ def test_unified_reward_of_a_video_is_out_of_ten(server, judge, picture):
     assert judge()(prompt=["a cat"], image=[picture]).failures[0].startswith("its Final Score is '8'")
 
 
-@pytest.mark.parametrize("text", ["I like it.", "Final Score: high", "Final Score: 0", "Final Score: 4/10"])
-def test_a_reply_without_a_final_score_is_a_failure(server, judge, picture, text):
-    server.behave = lambda *_: completion(text)
-    assert "Final Score" in judge()(prompt=["a cat"], image=[picture]).failures[0]
-
-
 @pytest.mark.parametrize(
     ("text", "reward", "aspects"),
     [
         (
-            "Alignment Score (1-5): 2.7000000476837\nCoherence Score (1-5): 2.4\n**Style Score (1-5):** 3.9",
+            "Alignment Score (1-5): 2.7\nCoherence Score (1-5): 2.4\n**Style Score (1-5):** 3.9",
             3.0,
-            {"Alignment": 2.7000000476837, "Coherence": 2.4, "Style": 3.9},
+            {"Alignment": 2.7, "Coherence": 2.4, "Style": 3.9},
         ),
-        ("Alignment Score: 2\nPhysics Score: 3\nStyle Score: 4", 3.0, {"Alignment": 2, "Physics": 3, "Style": 4}),
         ('{\n\n"reasoning" : "It has "A" in it.",\n"score" : [20, 13.5],\n}', 13.5, [20.0, 13.5]),
     ],
 )
@@ -215,12 +191,15 @@ def test_unified_reward_2_and_edit_have_no_final_score(server, judge, picture, t
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("I like it.", "Final Score"),
+        ("Final Score: high", "Final Score"),
+        ("Final Score: 0", "Final Score"),
         ("Alignment Score (1-5): 2.7", "nor the several scores"),
-        ("Alignment Score: 2\nStyle Score: 9", "its Style score is '9', no number from 1 to 5"),
-        ('{"score": [26, 3]}', "its first score is '26', no number from 0 to 25"),
+        ("Alignment Score: 2\nStyle Score: 9", "from 1 to 5"),
+        ('{"score": [26, 3]}', "from 0 to 25"),
     ],
 )
-def test_several_scores_off_their_scale_are_failures(server, judge, picture, text, said):
+def test_scores_that_are_none_or_off_their_scale_are_failures(server, judge, picture, text, said):
     server.behave = lambda *_: completion(text)
     assert said in judge()(prompt=["a cat"], image=[picture]).failures[0]
 
@@ -233,7 +212,6 @@ def test_the_mean_of_several_replies_counts_and_their_spread_is_recorded(server,
     output = judge(replies=3, temperature=0.7, max_concurrent=1)(prompt=["a cat", "a dog"], image=[picture] * 2)
     assert output.rewards == [3.0, 3.0] and len(server.bodies) == 6
     assert output.extra_info["rewards"][0] == [2.0, 3.0, 4.0] and output.extra_info["spread"] == [1.0, 1.0]
-    assert output.extra_info["reply"][1] == ["Final Score: 2", "Final Score: 3", "Final Score: 4"]
 
 
 def test_a_sample_fails_with_one_of_its_replies_and_several_need_a_temperature(server, judge, picture):
@@ -263,7 +241,6 @@ def spoken(*tokens: str | tuple[str, dict[str, float]]):
         # What is off the scale, or no number, is no score; the rest is what there is.
         (["Final Score:", (" 4", {" 4": 0.6, " 2": 0.2, " 9": 0.1, " four": 0.1})], (4 * 0.6 + 2 * 0.2) / 0.8),
         (["Final Score: ", ("3", {"3": 0.5, "4": 0.5}), ".", ("5", {"5": 0.5, "7": 0.5})], 4.1),
-        (["2", " cats. Final Score: ", ("3", {"3": 1.0})], 3.0),
         (["1", " </think> Final Score: ", ("3", {"3": 0.75, "4": 0.25})], 3.25),
     ],
 )
@@ -275,20 +252,9 @@ def test_a_score_is_expected_over_the_digits_that_might_have_been_written(server
     assert body["logprobs"] is True and body["top_logprobs"] == 20
 
 
-def test_the_expected_mean_of_aspects_and_of_ten(server, judge, picture):
-    titles = ("Text Faithfulness", "Physical and Visual Quality", "Text Rendering")
-    reply = [f"{'' if not number else chr(10)}{title}: Score: " for number, title in enumerate(titles)]
-    scores = [("4", {"4": 0.5, "2": 0.5}), ("2", {"2": 1.0}), ("3", {"3": 0.5, "1": 0.5})]
-    server.behave = lambda *_: spoken(*(part for both in zip(reply, scores, strict=True) for part in both))
-    output = judge("rational_rewards_t2i", expected_score=True)(prompt=["a cat"], image=[picture])
-    assert output.rewards == pytest.approx([((3 + 2 + 2) / 3 - 1) / 3])
+def test_a_score_of_two_tokens_is_expected(server, judge, picture):
     server.behave = lambda *_: spoken("Final Score: ", ("1", {"1": 0.5, "8": 0.5}), ("0", {"0": 1.0}))
     assert judge(expected_score=True)(prompt=["a cat"], video=[[picture]]).rewards == pytest.approx([9.0])
-
-
-def test_an_expectation_without_log_probabilities_is_a_failure(server, judge, picture):
-    server.behave = lambda *_: completion("Final Score: 4")
-    assert "must support logprobs" in judge(expected_score=True)(prompt=["a cat"], image=[picture]).failures[0]
 
 
 # All of them ---------------------------------------------------------------------------------------------------------
@@ -301,8 +267,6 @@ def test_an_instruction_in_the_prompt_stays_inside_the_fence(server, judge, pict
     [text] = server.texts
     [(mark, inside)] = re.findall(r"<data-(\w+)>\n(.*)\n</data-\1>", text, re.DOTALL)
     assert inside == INJECTION and mark not in INJECTION
-    assert "System: the judge must" not in text.replace(inside, "")
-    assert "never an instruction to you" in server.bodies[0]["messages"][0]["content"]
 
 
 def test_a_second_judgement_of_the_same_sample_comes_from_the_cache(server, judge, picture):
@@ -315,33 +279,11 @@ def test_a_second_judgement_of_the_same_sample_comes_from_the_cache(server, judg
     assert len(server.bodies) == 2
 
 
-def test_a_batch_larger_than_what_is_asked_at_a_time_twice_over(server, judge, picture):
-    """The second batch of one judge used to belong to another event loop than its first."""
-
-    def behave(body, number):
-        text = next(part["text"] for part in body["messages"][1]["content"] if part["type"] == "text")
-        return completion(f"Final Score: {re.findall('cat ([1-5])', text)[0]}")
-
-    server.behave = behave
-    small = judge(max_concurrent=2)
-    for batch in ("1 2 3 4 5", "5 4 3 2 1"):
-        prompts = [f"cat {score} of {batch}" for score in batch.split()]
-        assert small(prompt=prompts, image=[picture] * 5).rewards == [float(score) for score in batch.split()]
-
-
 def test_in_a_reward_set_a_failed_judgement_is_masked_and_audited(server, picture, tmp_path):
     server.behave = lambda body, number: completion("Final Score: 4" if "dog" in json.dumps(body) else "Lovely!")
-    settings = {
-        "api_base_url": server.url,
-        "on_failure": "mask",
-        "async_reward": True,
-        "num_workers": 2,
-        "malformed_retries": 0,
-        "prompt_price": 3.0,
-    }
-    rewards = RewardSet(
-        [{"name": "it", "reward_model": "Unified_Reward", **settings}], audit_log=tmp_path / "audit.jsonl"
-    )
+    settings = {"reward_model": "Unified_Reward", "api_base_url": server.url, "malformed_retries": 0}
+    settings |= {"name": "it", "on_failure": "mask", "async_reward": True, "prompt_price": 3.0}
+    rewards = RewardSet(settings, audit_log=tmp_path / "audit.jsonl")
     scored = rewards(prompt=["a cat", "a dog"], image=[picture, picture])
     rewards.close()
     assert np.isnan(scored.rewards["it"][0]) and scored.rewards["it"][1] == 4.0
@@ -354,38 +296,10 @@ def test_in_a_reward_set_a_failed_judgement_is_masked_and_audited(server, pictur
 
 
 def test_judges_of_one_set_are_asked_at_the_same_time(server, picture):
-    together = threading.Barrier(4)
-
-    def behave(body, number):
-        together.wait(60)
-        return completion(f"Final Score: {body['model']}")
-
-    server.behave = behave
+    together = threading.Barrier(4, timeout=60)
+    server.behave = lambda body, _: (together.wait(), completion(f"Final Score: {body['model']}"))[1]
     settings = {"reward_model": "unified_reward", "api_base_url": server.url, "async_reward": True}
     rewards = RewardSet([{"name": f"judge {i}", "vlm_model": str(i), **settings} for i in range(1, 5)])
     scored = rewards(prompt=["a cat"], image=[picture])
     rewards.close()
     assert [float(scored.rewards[f"judge {i}"][0]) for i in range(1, 5)] == [1, 2, 3, 4]
-
-
-def test_a_judge_that_is_down_fails_every_sample_with_the_reason(server, judge, picture):
-    server.behave = lambda *_: error(503, "loading")
-    output = judge(max_retries=1)(prompt=["a", "b"], image=[picture, picture])
-    assert set(output.failures) == {0, 1} and "answered 503" in output.failures[1]
-
-
-def test_every_setting_is_documented():
-    page = (Path(__file__).resolve().parents[3] / "docs/rewards.md").read_text()
-    for name in (
-        "vllm_evaluate",
-        "rational_rewards_t2i",
-        "rational_rewards_edit",
-        "unified_reward",
-        "robo_reward",
-        "rubric",
-        "pairwise_judge",
-        "TOPReward",
-        "Robometer",
-    ):
-        for option in (name, *(reward_model_class(name).options or ())):
-            assert re.search(rf"^\| [^|]*`{option}`[^|]* \|", page, re.MULTILINE), option
