@@ -112,11 +112,3 @@ def test_a_set_that_was_never_written_takes_no_memory(tmp_path):
         file["data/demo_2/next_obs"].create_dataset("wrist_image", (5, 1 << 20, 1 << 20, 3), dtype="u1", chunks=True)
     with pytest.raises(DataError, match="that the file does not store"):
         import_episodes(episodes_in(None, None, path), tmp_path / "positive", tmp_path / "negative", "Lift")
-
-
-def test_a_file_that_is_no_hdf5_is_named(tmp_path):
-    pytest.importorskip("h5py")
-    (tmp_path / "demo.hdf5").write_bytes(b"no such thing")
-    [broken] = episodes_in(None, None, tmp_path / "demo.hdf5")
-    with pytest.raises(DataError, match=r"demo\.hdf5 cannot be read as HDF5"):
-        broken.read()

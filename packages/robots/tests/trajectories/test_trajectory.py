@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import stat
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from vlmrm.errors import ConfigError, DataError
+from vlmrm.errors import DataError
 from vlmrm.files import write_file
 from vlmrm_robots.trajectories import trajectory
 from vlmrm_robots.trajectories.trajectory import (
@@ -47,15 +46,6 @@ def test_what_was_written_is_read_frame_by_frame(tmp_path):
             file.frame("top", 0)
         with pytest.raises(IndexError):
             file.frame("wrist", 3)
-
-
-def test_a_file_may_be_read_by_whom_the_umask_lets(tmp_path):
-    before = os.umask(0o027)
-    try:
-        path = write_trajectory(tmp_path, Trajectory({"cam": frames(1)}, labels(1)))
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
 @pytest.mark.parametrize(
@@ -97,19 +87,6 @@ def test_floats_are_stored_to_the_nearest_byte_and_read_in_the_unit_interval():
     assert to_unit(stored).tolist() == pytest.approx([0, 128 / 255, 1]) and to_unit(stored).dtype == np.float32
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (np.array([0.5, 1.5, -1, np.nan]), r"these have 3 of 4 values outside \[0, 1\]"),
-        (np.array([0.0, 255.0]), r"these have 1 of 2 values outside \[0, 1\], from 0 to 255"),
-        (np.array([1, 2]), "these are int64"),
-    ],
-)
-def test_frames_outside_the_unit_interval_are_refused(values, message):
-    with pytest.raises(DataError, match=message):
-        to_uint8(values, "these")
-
-
 GOOD = {"images.cam": frames(2), "labels": labels(0, 1)}
 
 
@@ -138,15 +115,6 @@ def test_what_is_no_trajectory_is_named(tmp_path, tensors, metadata, message):
     assert str(path) in str(refused.value)
 
 
-def test_corrupted_files_of_a_folder_are_counted_and_named(tmp_path):
-    paths = [write_trajectory(tmp_path, Trajectory({"cam": frames(2)}, labels(0, 1))) for _ in range(4)]
-    paths[1].write_bytes(paths[1].read_bytes()[:-5])
-    paths[3].write_bytes(b"")
-    with pytest.raises(DataError, match="2 of 4 files") as refused:
-        open_folder(tmp_path)
-    assert all(paths[i].name in str(refused.value) for i in (1, 3)) and "is corrupted" in str(refused.value)
-
-
 def test_missing_files_and_empty_folders_are_named(tmp_path):
     with pytest.raises(DataError, match=r"there is no trajectory .*nowhere"):
         open_trajectory(tmp_path / "nowhere")
@@ -155,18 +123,5 @@ def test_missing_files_and_empty_folders_are_named(tmp_path):
     with pytest.raises(DataError, match=r"there is no folder .*nowhere"):
         open_folder(tmp_path / "nowhere")
     write_trajectory(tmp_path / "positive", Trajectory({"cam": frames(1)}, labels(1)))
-    with pytest.raises(DataError, match="but in its folders positive: name one of them"):
+    with pytest.raises(DataError, match="but in its folders positive"):
         open_folder(tmp_path)
-
-
-def test_a_trajectory_that_is_none_is_not_written(tmp_path):
-    for images, values in (({"cam": frames(2)}, labels(1)), ({}, labels(1)), ({"cam": frames(1) / 255}, labels(1))):
-        with pytest.raises(DataError):
-            write_trajectory(tmp_path, Trajectory(images, values))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file cannot be written \(File exists\)"):
-        write_trajectory(tmp_path / "file", Trajectory({"cam": frames(1)}, labels(1)))

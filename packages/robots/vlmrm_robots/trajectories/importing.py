@@ -17,7 +17,7 @@ from tqdm import tqdm
 from vlmrm.errors import DataError
 from vlmrm.files import make_folder
 from vlmrm_robots.trajectories import hdf5, rlinf
-from vlmrm_robots.trajectories.pickles import read_dictionary
+from vlmrm_robots.trajectories.pickles import check_repeats, read_dictionary
 from vlmrm_robots.trajectories.trajectory import (
     SUCCESS,
     Episode,
@@ -89,6 +89,7 @@ def read_pickled(path: Path) -> tuple[Trajectory, str]:
     wrong = [key for key, frames in images.items() if not isinstance(frames, np.ndarray)]
     if wrong or not isinstance(labels, np.ndarray):
         raise DataError(f"{path} has {'images ' + wrong[0] if wrong else 'labels'} that are no array.")
+    check_repeats(path, [*images.values()])
     return stored_as_bytes(images, labels, str(path))
 
 
@@ -103,7 +104,9 @@ class Imported:
     earlier: int  # imported before
 
 
-def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_dir: Path, environment: str) -> Imported:
+def import_episodes(
+    episodes: Sequence[Episode], positive_dir: Path, negative_dir: Path, environment: str | None = None
+) -> Imported:
     """Write episodes as trajectories; warn of those that succeed from their first frame on.
 
     A positive one without a successful frame counts as `success_once`; a negative one with such a frame becomes
@@ -122,7 +125,8 @@ def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_di
                 earlier += 1
                 continue
             trajectory, kind = episode.read()
-            trajectory.metadata["environment"] = environment
+            if environment is not None:
+                trajectory.metadata["environment"] = environment
             if episode.positive is not None:
                 trajectory.metadata["success_once"] = str(episode.positive).lower()
             make_folder(folder := folders[trajectory.positive])
@@ -164,5 +168,5 @@ def summarise(imported: Imported) -> str:
     if imported.moved:
         text += f"; {imported.moved} are positive by a label though they were among the negative"
     if imported.earlier:
-        text += f"; {imported.earlier} were imported before"
+        text += f"; {imported.earlier} were there before"
     return text

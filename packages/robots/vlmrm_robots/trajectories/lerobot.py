@@ -99,11 +99,7 @@ def write_dataset(
     """Write trajectories as a LeRobotDataset of exact pictures, and return the number of its frames.
 
     `next.success` says of each row whether its own frame succeeds, `next.reward` is its label, and `progress` the
-    share of the way to the first success; where there is none, it is 0. `sarm_progress.parquet` has it as LeRobot's
-    weights of samples by progress read it.
-
-    Args:
-        fps: frames a second, by default those that the trajectories were imported with, else 10.
+    share of the way to the first success, or 0; `sarm_progress.parquet` has it for LeRobot's weights of samples.
     """
     library = _library()
     fps = _frames_a_second(files) if fps is None else fps

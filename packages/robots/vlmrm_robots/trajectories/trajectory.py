@@ -280,7 +280,10 @@ def open_folder(folder: Path) -> list[TrajectoryFile]:
     """Open every trajectory of a folder."""
     paths = trajectory_paths(folder)
     if not paths:
-        raise DataError(_explain_empty(Path(folder)))
+        where = Path(folder)
+        inside = [sub.name for sub in sorted(where.glob("*/")) if trajectory_paths(sub)]
+        found = f", but in its folders {listed(inside)}" if inside else ": collect or import some"
+        raise DataError(f"there is no {'trajectory in' if where.is_dir() else 'folder'} {where}{found}.")
     opened: list[TrajectoryFile] = []
     errors: dict[str, DataError] = {}
     for path in paths:
@@ -292,15 +295,6 @@ def open_folder(folder: Path) -> list[TrajectoryFile]:
         count, first = f"{len(errors)} of {len(paths)} files in {folder}", next(iter(errors.values()))
         raise DataError(f"{count} cannot be used ({listed(errors)}), the first because {first}")
     return opened
-
-
-def _explain_empty(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"there is no folder {folder}: check the path."
-    inside = [sub.name for sub in sorted(folder.iterdir()) if trajectory_paths(sub)]
-    if inside:
-        return f"there is no trajectory in {folder}, but in its folders {listed(inside)}: name one of them."
-    return f"there is no trajectory in {folder}: collect or import some (`vlmrm frames collect --help`)."
 
 
 def check_images(folder: Path, files: Sequence[TrajectoryFile], keys: Sequence[str], size: Sequence[int]) -> None:
