@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LINES = {"vlmrm": 46_350, "packages/robots/vlmrm_robots": 6_370}  # to fall to 46,000 and 6,000
+LINES = {"vlmrm": 46_350, "packages/robots/vlmrm_robots": 6_290}  # to fall to 46,000 and 6,000
 FILE = 500  # lines of a file
 BEHIND_TRAINING = 61  # modules that `vlmrm.training.main` imports with it
 

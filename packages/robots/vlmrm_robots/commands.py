@@ -365,7 +365,7 @@ def eval_(
     if output_checkpoint is not None:
         record(evaluation, loaded, output_checkpoint)
     say(str(evaluation))
-    if not evaluation.qualified:
+    if evaluation.reason is not None:
         raise BelowThreshold(f"{checkpoint} does not qualify as a reward on these episodes: {evaluation.reason}.")
 
 

@@ -37,7 +37,7 @@ def written(path, rewards=(0, 0, 0, 1, 1), attributes=(), shown="next_obs", **ob
 
 
 def frames_and_labels(episodes):
-    [(trajectory, _)] = [episode.read() for episode in episodes if episode.name.endswith("demo_2")]
+    [trajectory] = [episode.read() for episode in episodes if episode.name.endswith("demo_2")]
     [frames] = trajectory.images.values()
     return frames.transpose(0, 2, 3, 1), trajectory.labels.tolist(), trajectory
 

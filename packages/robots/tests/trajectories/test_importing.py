@@ -15,8 +15,6 @@ from vlmrm.errors import DataError
 from vlmrm_robots.trajectories.importing import Imported, episodes_in, import_episodes, read_pickled
 from vlmrm_robots.trajectories.pickles import read_dictionary
 from vlmrm_robots.trajectories.trajectory import (
-    LARGE,
-    UNIT,
     open_folder,
     trajectory_paths,
 )
@@ -41,18 +39,11 @@ def folders(tmp_path) -> tuple[Path, Path, Path, Path]:
 
 
 @pytest.mark.parametrize(
-    ("frames", "kind"),
-    [
-        (STORED, "uint8"),
-        ((STORED / 255).astype(np.float32), UNIT),
-        (STORED.astype(np.float32), LARGE),
-        (np.asfortranarray(STORED / 255), UNIT),
-        ((STORED / 255).astype(">f4"), UNIT),
-    ],
+    "frames",
+    [STORED, STORED.astype(np.float32), np.asfortranarray(STORED / 255), (STORED / 255).astype(">f4")],
 )
-def test_every_kind_of_number_becomes_the_same_bytes(tmp_path, frames, kind):
-    trajectory, actual = read_pickled(save(tmp_path / "0.npy", {"cam": frames}))
-    assert actual == kind
+def test_every_kind_of_number_becomes_the_same_bytes(tmp_path, frames):
+    trajectory = read_pickled(save(tmp_path / "0.npy", {"cam": frames}))
     assert (trajectory.images["cam"] == STORED).all() and trajectory.labels.tolist() == [0, 0, 1]
 
 
@@ -63,7 +54,6 @@ def test_folders_are_imported_once_and_sorted_by_their_labels(folders, capsys):
     save(folders[1] / "000001.npy", {"cam": STORED}, np.array([1, 0, 0]))
     actual = import_trajectories(*folders, "Toy")
     assert (len(actual.positive), len(actual.negative), actual.moved, actual.earlier) == (3, 1, 1, 0)
-    assert actual.numbers == {"uint8": 3, UNIT: 1}
     positive = open_folder(folders[2])
     assert [file.metadata["success_once"] for file in positive] == ["true", "true", "false"]
     assert {file.metadata["environment"] for file in positive} == {"Toy"}

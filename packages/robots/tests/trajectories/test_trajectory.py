@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 
 import numpy as np
@@ -11,8 +10,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from vlmrm.errors import DataError
-from vlmrm.files import write_file
-from vlmrm_robots.trajectories import trajectory
 from vlmrm_robots.trajectories.trajectory import (
     Trajectory,
     find_trajectory,
@@ -58,27 +55,18 @@ def test_a_success_or_success_once_makes_it_positive(tmp_path, values, success_o
     assert open_trajectory(write_trajectory(tmp_path, trajectory)).metadata["success_once"] == success_once
 
 
-def test_a_folder_that_another_process_writes_to_is_known_without_listing_it_again(tmp_path, monkeypatch):
+def test_files_are_numbered_found_and_counted(tmp_path):
     def write(unique: str) -> str:
         return write_trajectory(tmp_path, Trajectory({"cam": frames(1)}, labels(1)), unique).name
 
-    assert write("a") == "000000_a.safetensors"
-    listings, listdir = [], os.listdir
-    monkeypatch.setattr(os, "listdir", lambda folder: (listings.append(folder), listdir(folder))[1])
-    other = trajectory._Names(tmp_path)  # of another process
-    other.refresh()
-    write_file(tmp_path / other.add("b"), (tmp_path / "000000_a.safetensors").read_bytes())
-    listings.clear()
-    assert find_trajectory(tmp_path, "b") == tmp_path / "000001_b.safetensors"
-    assert write("c") == "000002_c.safetensors" and not listings
-    monkeypatch.setattr(
-        trajectory, "trajectory_paths", lambda folder: (listings.append(folder), [*folder.glob("*_*")])[1]
-    )
-    assert not holds(tmp_path, 4) and not listings
-    assert holds(tmp_path, 3)
-    (tmp_path / "000001_b.safetensors").unlink()
-    assert find_trajectory(tmp_path, "b") is None
-    assert holds(tmp_path, 2) and not holds(tmp_path, 3)
+    names = [write(unique) for unique in "abc"]
+
+    assert names == ["000000_a.safetensors", "000001_b.safetensors", "000002_c.safetensors"]
+    assert find_trajectory(tmp_path, "b") == tmp_path / names[1] and find_trajectory(tmp_path, "d") is None
+    assert holds(tmp_path, 3) and not holds(tmp_path, 4)
+    (tmp_path / names[1]).unlink()
+    assert find_trajectory(tmp_path, "b") is None and holds(tmp_path, 2) and not holds(tmp_path, 3)
+    assert find_trajectory(tmp_path / "nowhere", "a") is None
 
 
 def test_floats_are_stored_to_the_nearest_byte_and_read_in_the_unit_interval():

@@ -272,20 +272,11 @@ def success_test(declaration: str) -> Callable[[Any, Any, Any, Any, Any], bool]:
 
 
 def _at(value: Any, path: str | None, declaration: str) -> Any:
-    """Return the value at a dotted path of keys and, in arrays, of positions; keys may have dots themselves."""
-    while path:
-        if isinstance(value, Mapping):
-            key = path if path in value else next((k for k in value if path.startswith(f"{k}.")), None)
-            if key is None:
-                has = f": choose from {listed(value)}." if value else ": it has no keys at all."
-                raise ConfigError(
-                    f"success is {declaration!r}, and there is no {path}{did_you_mean(path, value, has)}"
-                )
-            value, path = value[key], path[len(key) + 1 :]
-        else:
-            first, _, path = path.partition(".")
-            if not (first.isdecimal() and int(first) < (len(value) if np.ndim(value) else 0)):
-                shape = list(np.shape(value))
-                raise ConfigError(f"success is {declaration!r}, and {first} is no position in an array of {shape}.")
-            value = value[int(first)]
+    """Return the value at a dotted path of keys and, in arrays, of positions."""
+    for part in path.split(".") if path else ():
+        try:
+            value = value[part] if isinstance(value, Mapping) else value[int(part)]
+        except (LookupError, ValueError, TypeError) as error:
+            has = listed(value) if isinstance(value, Mapping) else f"an array of {list(np.shape(value))}"
+            raise ConfigError(f"success is {declaration!r}, and there is no {part}: choose from {has}.") from error
     return value

@@ -39,10 +39,6 @@ class Evaluation:
     reason: str | None
     summary: str  # of the episodes, in words
 
-    @property
-    def qualified(self) -> bool:
-        return self.reason is None
-
     def __str__(self) -> str:
         return f"{self.summary}\n{in_words(self.metrics, self.threshold)}"
 
@@ -95,13 +91,13 @@ def write_evaluation(evaluation: Evaluation, output: Path) -> None:
     """Write the figures and the verdict as JSON; null where nothing was counted."""
     metrics = {name: None if isnan(value) else value for name, value in evaluation.metrics.items()}
     content = {"classifier": str(evaluation.path), "threshold": evaluation.threshold, "metrics": metrics}
-    write_json(output, content | {"qualified": evaluation.qualified, "unqualified_because": evaluation.reason})
+    write_json(output, content | {"qualified": evaluation.reason is None, "unqualified_because": evaluation.reason})
 
 
 def record(evaluation: Evaluation, loaded: LoadedClassifier, output: Path) -> None:
     """Write the classifier with these figures, threshold and verdict in place of its own."""
     if output.exists() and (output != loaded.path or not loaded.described):
         raise ConfigError(f"{output} exists: name a new file, or the checkpoint itself if vlmrm wrote it.")
-    update = {"threshold": evaluation.threshold, "metrics": evaluation.metrics, "qualified": evaluation.qualified}
+    update = {"threshold": evaluation.threshold, "metrics": evaluation.metrics, "qualified": evaluation.reason is None}
     config = loaded.config.model_copy(update={**update, "unqualified_because": evaluation.reason})
     save_classifier(output, loaded.model, config)

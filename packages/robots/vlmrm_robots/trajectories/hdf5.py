@@ -38,7 +38,7 @@ def episodes_of(path: Path) -> list[Episode]:
     ]
 
 
-def read_demo(path: Path, demo: str) -> tuple[Trajectory, str]:
+def read_demo(path: Path, demo: str) -> Trajectory:
     """Read an episode of a file: its cameras, and the success that its rewards say of each frame."""
     subject = f"{path}: {demo}"
     with _opened(path) as file:
@@ -58,9 +58,9 @@ def read_demo(path: Path, demo: str) -> tuple[Trajectory, str]:
         for stored in cameras.values():
             _check_stored(stored, len(rewards), file.filename, subject)
         images = {key.replace(".", "_"): stored[:][rows].transpose(0, 3, 1, 2) for key, stored in cameras.items()}
-    trajectory, kind = stored_as_bytes(images, labels, subject)
+    trajectory = stored_as_bytes(images, labels, subject)
     trajectory.metadata["success_once"] = str(bool(rewards.any())).lower()
-    return trajectory, kind
+    return trajectory
 
 
 def _labelled_rows(group: Any, rewards: np.ndarray, libero: bool) -> tuple[str, np.ndarray, np.ndarray]:

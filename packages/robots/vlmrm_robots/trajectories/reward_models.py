@@ -37,7 +37,6 @@ from vlmrm_robots.trajectories.importing import import_episodes
 from vlmrm_robots.trajectories.importing import summarise as summarise_import
 from vlmrm_robots.trajectories.pictures import as_picture, save_picture
 from vlmrm_robots.trajectories.trajectory import (
-    BYTES,
     Episode,
     Trajectory,
     TrajectoryFile,
@@ -241,7 +240,7 @@ def label_episodes(
         def images() -> dict[str, np.ndarray]:
             return {name: file.frames(name) for name in file.keys}
 
-        def labelled() -> tuple[Trajectory, str]:
+        def labelled() -> Trajectory:
             scores = []
             for step in range(len(file)):
                 try:
@@ -252,7 +251,7 @@ def label_episodes(
             kept, moved = labels == file.successes, labels.any() != file.successes.any()
             counts.update(frames=len(labels), kept=int(kept.sum()), moved=int(moved))
             metadata = {**file.metadata, "declared_success": declared, "success_once": "false"}
-            return Trajectory(images(), labels.astype(np.float32), metadata), BYTES
+            return Trajectory(images(), labels.astype(np.float32), metadata)
 
         return Episode(str(file.path), lambda: digest(images(), file.labels, [declared, key]), labelled)
 

@@ -22,7 +22,7 @@ CAMERAS = ("main_images", "wrist_images", "extra_view_images")
 MAIN = CAMERAS[0]
 
 
-def read_episode(path: Path) -> tuple[Trajectory, str]:
+def read_episode(path: Path) -> Trajectory:
     """Read an episode that RLinf's `CollectEpisode` pickled, running nothing in it; DataError for another content.
 
     A frame's label is `success` of its info, else `success_once` of the info's `episode`, as RLinf labels frames.
@@ -46,9 +46,9 @@ def read_episode(path: Path) -> tuple[Trajectory, str]:
     if all(success is None for success in successes):
         raise DataError(f"{path} has no success in its infos, nor success_once of their episode: frames need labels.")
     labels = np.array([_is_true(success, str(path)) for success in successes], dtype=np.float32)
-    trajectory, kind = stored_as_bytes(images, labels, str(path))
+    trajectory = stored_as_bytes(images, labels, str(path))
     trajectory.metadata["success_once"] = str(_is_true(content.get("success"), str(path))).lower()
-    return trajectory, kind
+    return trajectory
 
 
 def _views(observation: Any, subject: str) -> dict[str, np.ndarray]:
@@ -95,7 +95,7 @@ def _stacked(frames: Sequence[np.ndarray], subject: str) -> np.ndarray:
     return np.stack(frames)
 
 
-def read_payload(path: Path) -> tuple[Trajectory, str]:
+def read_payload(path: Path) -> Trajectory:
     """Read the frames that RLinf's preprocessing sampled out of many episodes, as one trajectory; warn of that."""
     import torch
 
