@@ -125,7 +125,7 @@ def training(rounds: int, episodes: int) -> Row:
             made = trainer()
             in_memory = [
                 {key: model_input(it, made.device) if key == KEY else it for key, it in batch.items()}
-                for batch in made.loader(made.order(0), settings.batch_size)
+                for batch in made.batches(0)
             ]
             return lambda: train_bare(made, in_memory, settings.epochs)
 

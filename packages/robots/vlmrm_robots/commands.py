@@ -7,21 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, create_model
 
 from vlmrm.commands import epilogue, give_examples
 from vlmrm.errors import BelowThreshold, ConfigError
 from vlmrm.libraries import needs
 from vlmrm.logs import say, start_log
 from vlmrm_robots import FRAMES
-from vlmrm_robots.frames.settings import TrainSettings
+from vlmrm_robots.frames.settings import CollectSettings, DataCollectionSettings, Size, TrainSettings
 
 if TYPE_CHECKING:
     from vlmrm_robots.trajectories.trajectory import TrajectoryFile
-
-COLLECTED = ("positive_dir", "negative_dir", "image_keys", "max_positive_trajectories", "max_negative_trajectories")
-# The blocks of the YAML file that hold some of the options.
-BLOCKS = {**dict.fromkeys(COLLECTED, ("reward", "data_collection")), "image_size": ("reward", "reward_model")}
 
 SIMULATORS = ("gymnasium", "pygame")
 POLICIES = (*SIMULATORS, "stable_baselines3")
@@ -43,6 +39,17 @@ EXAMPLES = (
     "frames demo",
 )
 
+# Options of several verbs.
+Folders = Annotated[Path, Parameter(help="Folders of trajectories.")]
+Model = Annotated[
+    str,
+    Parameter(help="A trained reward model, the address of a service, or a YAML file of one reward."),
+]
+Task = Annotated[str | None, Parameter(help="The instruction of trajectories that do not say theirs.")]
+ImageKey = Annotated[str | None, Parameter(help="The camera. Default: the first.")]
+PositiveDir = Annotated[Path, Parameter(help="Folder for the episodes with a success.")]
+NegativeDir = Annotated[Path, Parameter(help="Folder for the others.")]
+
 app = App(
     name="frames",
     help_epilogue=epilogue(EXAMPLES[:1]),
@@ -51,30 +58,21 @@ app = App(
 )
 
 
-def _option(description: str) -> Any:
-    return Field(None, description=description)
+def _optional(settings: type[BaseModel]) -> dict[str, Any]:
+    """Return the fields of settings as options, of which None is the file's value, or the default that help names."""
+    options = {}
+    for name, field in settings.model_fields.items():
+        if field.description:
+            default = "" if field.is_required() or field.default is None else f" Default: {field.default}."
+            options[name] = (field.annotation | None, Field(None, description=f"{field.description}{default}"))  # ty: ignore
+    return options
 
 
-class CollectOptions(BaseModel):
-    """The options of `vlmrm frames collect`; None is the file's value, or the default that it names."""
-
-    env: str | None = _option(
-        "An id of Gymnasium, module:id if a module registers it, or module:function that makes one."
-    )
-    success: str | None = _option("info.KEY, a threshold such as 'reward >= 1', or module:function.")
-    episodes: int | None = _option("Episodes to play. Default: 100.")
-    num_envs: int | None = _option("Environments that are played side by side. Default: 8.")
-    policy: str | None = _option("scripted, random, or module:function. Default: scripted.")
-    noise: float | None = _option("Share of the scripted policy's actions at random. Default: 0.3.")
-    max_steps: int | None = _option("Steps of an episode. Default: 200.")
-    stop_at_success: bool | None = _option("End an episode at its first success. Default: go on.")
-    seed: int | None = _option("Processes that share folders need different ones. Default: 0.")
-    positive_dir: Path | None = _option("Folder of episodes with a success. Default: reward_data/positive.")
-    negative_dir: Path | None = _option("Folder of the others. Default: reward_data/negative.")
-    image_keys: list[str] | None = _option("Names of the cameras. Default: base_camera.")
-    image_size: tuple[int, int, int] | None = _option("C H W of the frames. Default: 3 64 64.")
-    max_positive_trajectories: int | None = _option("Limit of positive_dir. Default: none.")
-    max_negative_trajectories: int | None = _option("Limit of negative_dir. Default: none.")
+OF_DATA = _optional(DataCollectionSettings)
+IMAGES = {"image_size": (Size | None, Field(None, description="C H W of the frames. Default: 3 64 64."))}
+# The blocks of the YAML file that hold some of the options.
+BLOCKS = {**dict.fromkeys(OF_DATA, ("reward", "data_collection")), "image_size": ("reward", "reward_model")}
+CollectOptions: Any = create_model("CollectOptions", **_optional(CollectSettings), **OF_DATA, **IMAGES)
 
 
 @app.command
@@ -94,7 +92,6 @@ def collect(
     """
     from vlmrm.settings import load_file, validate
     from vlmrm_robots.frames.collecting import collect, summarise
-    from vlmrm_robots.frames.settings import CollectSettings
 
     content = {} if config is None else load_file(config)
     for name, value in options.model_dump(exclude_none=True).items() if options else ():
@@ -128,8 +125,8 @@ def import_(
     episodes: Path | None = None,
     lerobot: str | None = None,
     label: str | None = None,
-    positive_dir: Path,
-    negative_dir: Path,
+    positive_dir: PositiveDir,
+    negative_dir: NegativeDir,
     environment: str,
 ) -> None:
     """Convert others' episodes to trajectory files; nothing in pickles is run.
@@ -140,8 +137,6 @@ def import_(
         episodes: File or folder of RLinf's .pkl and .pt, or of robomimic's and LIBERO's .hdf5.
         lerobot: LeRobotDataset: a folder, or a repository of the hub.
         label: Its column that says which frames succeed. Default: next.success, or a next.reward of 0 and 1.
-        positive_dir: Folder of the positive trajectory files to write.
-        negative_dir: Folder of the negative trajectory files to write.
         environment: Name of the environment that they show.
     """
     from vlmrm_robots.trajectories.importing import episodes_in, import_episodes, summarise
@@ -200,7 +195,7 @@ def export(
 @app.command
 @needs(FRAMES, "showing frames")
 def show(
-    *folders: Path,
+    *folders: Folders,
     output: Path = Path("frames.png"),
     image_key: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     columns: int = 12,
@@ -212,7 +207,6 @@ def show(
     """Draw trajectories as a sheet of frames, successes in green; optionally each frame as a picture.
 
     Args:
-        folders: Folders of trajectories.
         output: The sheet, a PNG.
         image_key: A camera, or several. Default: all of the first trajectory.
         columns: Frames of a trajectory, from its first to its last.
@@ -237,33 +231,28 @@ def show(
 @app.command
 @needs("train", "writing preferences")
 def pairs(
-    *folders: Path,
+    *folders: Folders,
     output: Path,
-    task: str | None = None,
+    task: Task = None,
     kinds: Annotated[
         list[Literal["outcome", "truncation", "rewind", "instruction"]] | None, Parameter(consume_multiple=True)
     ] = None,
     frames: int = 8,
-    per_episode: int = 1,
-    image_key: str | None = None,
+    image_key: ImageKey = None,
     seed: int = 0,
 ) -> None:
     """Write preferences between episodes, for `vlmrm train`: the task is the prompt, frames are the answers.
 
     Args:
-        folders: Folders of trajectories.
         output: The new file, .jsonl or .parquet; its pictures go into a folder beside it.
-        task: The instruction of trajectories that do not say theirs.
         kinds: What an episode up to its success is preferred to: a failure (outcome), its own beginning (truncation),
             its own frames back again (rewind), the same under another task (instruction). Default: the first three.
         frames: Frames of an answer, evenly spread; fewer in both answers of a pair where one has fewer.
-        per_episode: Pairs of each kind for each episode with a success.
-        image_key: The camera. Default: the first.
         seed: Seed of what is drawn.
     """
     from vlmrm_robots.trajectories.reward_models import write_pairs
 
-    options: Any = {"task": task, "frames": frames, "per_episode": per_episode, "image_key": image_key, "seed": seed}
+    options: Any = {"task": task, "frames": frames, "image_key": image_key, "seed": seed}
     counts = write_pairs(_opened(folders, "compare"), output, **options, **({} if kinds is None else {"kinds": kinds}))
     of_kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     say(f"wrote {counts.total()} pairs to {output}: {of_kinds}")
@@ -272,19 +261,15 @@ def pairs(
 @app.command
 @needs("train", "scoring episodes")
 def progress(
-    *folders: Path, model: str, output: Path, task: str | None = None, frames: int = 8, image_key: str | None = None
+    *folders: Folders, model: str, output: Path, task: str | None = None, frames: int = 8, image_key: str | None = None
 ) -> None:
     """Score episodes after each of their frames: do scores rise with time (value-order correlation), and tell success?
 
     Each episode is scored twice more as a control: with its first frame in place of all, and with its frames shuffled.
 
     Args:
-        folders: Folders of trajectories.
-        model: A trained reward model, the address of a service, or a YAML file of one reward.
         output: The new .jsonl file: a line for each episode, with its steps, scores and probabilities of success.
-        task: The instruction of trajectories that do not say theirs.
         frames: Frames of an episode, evenly spread; of a success, up to the first one.
-        image_key: The camera. Default: the first.
     """
     from vlmrm.files import require_new_file
     from vlmrm_robots.trajectories.reward_models import open_prefix_scorer, score_episodes, summarise, write_scores
@@ -299,24 +284,18 @@ def progress(
 @app.command
 @needs("train", "labelling episodes")
 def label(
-    *folders: Path,
-    model: str,
+    *folders: Folders,
+    model: Model,
     above: float,
-    positive_dir: Path,
-    negative_dir: Path,
-    task: str | None = None,
-    image_key: str | None = None,
+    positive_dir: PositiveDir,
+    negative_dir: NegativeDir,
+    task: Task = None,
+    image_key: ImageKey = None,
 ) -> None:
     """Write episodes with the labels of a judge in place of their own; an interrupted labelling goes on.
 
     Args:
-        folders: Folders of trajectories.
-        model: A trained reward model, the address of a service, or a YAML file of one reward, such as a judge.
         above: A frame is a success where its score, of that frame alone, is higher.
-        positive_dir: Folder for the episodes with a success.
-        negative_dir: Folder for the others.
-        task: The instruction of trajectories that do not say theirs.
-        image_key: The camera. Default: the first.
     """
     from vlmrm_robots.trajectories.reward_models import label_episodes, open_prefix_scorer
 
@@ -349,7 +328,7 @@ def train(*, settings: Annotated[TrainSettings, Parameter(name="*", consume_mult
 def eval_(
     checkpoint: Path,
     /,
-    *folders: Path,
+    *folders: Folders,
     threshold: float | None = None,
     max_false_fires: float = 0.5,
     min_precision: float = 0.9,
@@ -386,7 +365,7 @@ def eval_(
     if output_checkpoint is not None:
         record(evaluation, loaded, output_checkpoint)
     say(str(evaluation))
-    if not evaluation.qualified:
+    if evaluation.reason is not None:
         raise BelowThreshold(f"{checkpoint} does not qualify as a reward on these episodes: {evaluation.reason}.")
 
 
@@ -425,9 +404,8 @@ def loop(config: Path, /) -> None:
 
     settings = validate(LoopSettings, load_file(config), str(config))
     start_log("frames_loop")
-    last = run_loop(settings)[-1]
-    if last.reason:
-        raise BelowThreshold(f"no round of {settings.output_dir} holds: {last.reason}.")
+    if reason := run_loop(settings)[-1]["reason"]:
+        raise BelowThreshold(f"no round of {settings.output_dir} holds: {reason}.")
 
 
 @app.command

@@ -21,8 +21,7 @@ from vlmrm_robots.frames.evaluation import evaluate
 from vlmrm_robots.frames.frame_reward import FrameReward, FrameScorer
 from vlmrm_robots.frames.settings import CollectSettings, LoopSettings, RewardModelSettings
 from vlmrm_robots.frames.training import train_classifier
-from vlmrm_robots.policies.environments import TrueSuccess
-from vlmrm_robots.policies.loop import policy_settings, run_loop
+from vlmrm_robots.policies.loop import run_loop
 from vlmrm_robots.trajectories.trajectory import Trajectory, open_folder, write_trajectory
 
 ROOM = '''
@@ -73,10 +72,6 @@ def vector():
     return gym.vector.SyncVectorEnv([Room])
 
 
-def wrong():
-    return 3
-
-
 gym.register("Lamp/Room-v0", Room)
 '''
 BURST, CUT = (
@@ -114,16 +109,6 @@ def labels(folder: str = "data") -> list[list[float]]:
     ]
 
 
-def test_a_simulator_of_gymnasium_is_drawn_and_labelled_by_a_threshold():
-    collect(settings("CartPole-v1", success="observation.0 > 0.02", episodes=8, max_steps=30))
-    file = open_folder(Path("data/positive"))[0]
-    assert file.shapes == {"base_camera": (3, 16, 16)} and file.metadata["environment"] == "CartPole-v1"
-    cart = 255 - file.frames("base_camera").mean(axis=(1, 2))[:, 8:].mean(axis=1)  # dark, and to the right or not
-    assert 0 < file.successes.sum() < len(file) and cart.max() > 0
-    collect(settings("CartPole-v1", "other", success="observation.0 > 9", episodes=2))
-    assert not any(map(sum, labels("other")))
-
-
 def test_a_reward_at_the_end_is_no_failure_afterwards():
     """MiniGrid rewards the step to the goal alone: what came after it would be labelled as failures."""
     options = {"success": "reward > 0", "image_keys": ["render"], "episodes": 20, "max_steps": 60}
@@ -142,15 +127,6 @@ def test_a_class_or_an_id_of_a_module_is_made_with_its_options(name):
     assert played.earlier == 6 and played.frames == 0
 
 
-def test_the_true_success_is_known_where_all_have_just_been_reset():
-    env = TrueSuccess(
-        make_environments("lamp_room:Room", 1, seed=0, keys=["top"], success="info.lit >= 1", max_steps=4)
-    )
-    env.reset()
-    rewards = [env.step(np.ones(1, dtype=int))[1].item() for _ in range(8)]
-    assert rewards == [0, 0, 0, 1] * 2
-
-
 class Parts(gym.Env):
     """Observes a door and a hand."""
 
@@ -165,7 +141,7 @@ def test_a_policy_of_states_observes_one_vector_and_no_images(monkeypatch):
     monkeypatch.setitem(gym.registry, "Parts-v0", gym.envs.registration.EnvSpec("Parts-v0", entry_point=Parts))
     env = make_environments("Parts-v0", 2, seed=0, keys=(), success="terminated", flat=True)
     assert env.reset()[0].tolist() == [[1, 2, 2]] * 2
-    with pytest.raises(ConfigError, match="the observations of lamp_room:Room have images, and observe is state"):
+    with pytest.raises(ConfigError, match="the observations of lamp_room:Room have images"):
         make_environments("lamp_room:Room", 1, seed=0, keys=(), success="terminated", flat=True)
 
 
@@ -173,7 +149,6 @@ def test_a_policy_of_states_observes_one_vector_and_no_images(monkeypatch):
     ("name", "changes", "message"),
     [
         ("CartPol-v1", {}, r"there is no simulator 'CartPol-v1': did you mean CartPole-v1\?"),
-        ("LunarLander-v9", {}, r"did you mean LunarLander-v\d\?"),
         ("lamp_room:Roon", {}, r"no simulator 'lamp_room:Roon': did you mean Room\?"),
         ("no_lamp_room:Room", {}, "there is no module no_lamp_room"),
         (
@@ -181,13 +156,11 @@ def test_a_policy_of_states_observes_one_vector_and_no_images(monkeypatch):
             {"success": None},
             "has no success of its own: declare one with success, as info.KEY",
         ),
-        ("lamp_room:Room", {"success": "info.lid > 1"}, r"there is no lid: did you mean lit\?"),
+        ("lamp_room:Room", {"success": "info.lid > 1"}, "there is no lid: choose from lit"),
         ("lamp_room:Room", {"env_options": {"lamps": 1}}, "lamp_room:Room cannot be made: TypeError: .*lamps"),
         ("lamp_room:Room", {"policy": "scripted"}, "lamp_room:Room has no scripted policy: give policy random"),
-        ("lamp_room:Room", {"policy": "scriptd"}, "lamp_room:Room has no scripted policy"),
         ("FrozenLake-v1", {"policy": "scriptd"}, "there is no policy scriptd"),
         ("lamp_room:vector", {}, "returns SyncVectorEnv.* wrap a vector of them in RewardDataCollector"),
-        ("lamp_room:wrong", {}, "returns int: it has to return one gymnasium.Env"),
         ("lamp_room:Room", {"image_keys": ["topp"]}, "shows no image 'topp': it shows top, side.*'render' is"),
         ("lamp_room:Room", {"image_keys": ["render"]}, "make it with render_mode='rgb_array'"),
         ("lamp_room:Room", {"policy": "lamp_room:three"}, r"three returns actions of shape \[3\], .* are \[2\]"),
@@ -200,14 +173,6 @@ def test_what_cannot_be_collected_is_refused_by_name(name, changes, message):
     with pytest.raises((ConfigError, DataError), match=message):
         collect(settings(name, **{"success": "info.lit >= 1", "image_keys": ["top"], "episodes": 2} | changes))
     assert not list(Path().glob("data/*/*.safetensors"))
-
-
-@pytest.mark.parametrize(
-    ("crop", "message"), [({"top": [5, 0, 2, 9]}, "the crop of top"), ({"tip": [0, 0, 1, 1]}, "tip")]
-)
-def test_a_crop_that_cannot_be_is_refused_with_the_settings(crop, message):
-    with pytest.raises(ConfigError, match=message):
-        settings("lamp_room:Room", image_keys=["top"], crop=crop)
 
 
 def test_two_cameras_and_a_crop_go_from_collection_to_reward(caplog):
@@ -285,48 +250,9 @@ def test_the_loop_goes_round_with_a_declared_success_and_a_demonstrator_of_ones_
     content |= {"train": {"epochs": 1}, "reward_model": {"accept_unqualified": True}}
     settings = validate(LoopSettings, content, "the test")
     [played] = run_loop(settings)
-    assert played.episodes == 11 and policy_settings(settings, 1).success == content["success"]
+    assert played["episodes"] == 11
     assert {file.metadata["environment"] for file in open_folder(Path("loop/round-1/data/positive"))} == {
         "CartPole-v1"
     }
     with pytest.raises(ConfigError, match="policy has success, which the loop itself decides"):
         run_loop(validate(LoopSettings, content | {"policy": {"success": "terminated"}}, "the test"))
-
-
-class ManiSkill(gym.vector.VectorEnv):
-    """Tensors as `ManiSkillVectorEnv` returns them: its images, success and last observations."""
-
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}  # noqa: RUF012
-    num_envs = 2
-
-    def shown(self) -> dict[str, Any]:
-        import torch
-
-        return {"sensor_data": {"base_camera": {"rgb": torch.full((2, 4, 4, 3), self.now, dtype=torch.uint8)}}}
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.now = 0
-        return self.shown(), {"elapsed_steps": [0, 0]}
-
-    def step(self, actions: Any) -> Any:
-        import torch
-
-        self.now += 1
-        info: dict[str, Any] = {"success": torch.tensor([self.now == 3, False])}
-        over = torch.tensor([self.now == 3] * 2)
-        observation = self.shown()
-        if self.now == 3:
-            info = {"final_observation": observation, "final_info": info}
-            observation, _ = self.reset()
-        return observation, torch.zeros(2), over, torch.zeros(2, dtype=torch.bool), info
-
-
-def test_tensors_of_maniskill_are_collected_with_the_last_frame_of_each_episode():
-    collector = RewardDataCollector(ManiSkill(), "a", "b", ["base_camera"])
-    collector.reset(seed=0)
-    for _ in range(3):
-        collector.step(None)
-    collector.close()
-    for folder, label in (("a", 1), ("b", 0)):
-        [file] = open_folder(Path(folder))
-        assert file.frames("base_camera").mean(axis=(1, 2, 3)).tolist() == [1, 2, 3] and file.labels[-1] == label

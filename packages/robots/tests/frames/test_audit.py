@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from played import Played
 from squares import small_config
@@ -65,21 +64,14 @@ def test_the_true_success_is_of_the_state_that_a_step_led_to_also_at_the_end_of_
 
 def test_rewards_are_counted_against_the_true_success_of_their_states():
     audit = audit_of(FOOLED, MISSED, steps=6)
-    counts = Counts(training_steps=12, true_successes=4, rewarded=4, false_positives=2, missed=2, paid=4, unearned=2)
+    counts = Counts(training_steps=12, true_successes=4, rewarded=4, false_positives=2, missed=2)
     assert audit.counts() == counts
     assert audit.counts() == Counts()
 
 
-def test_continuous_rewards_count_above_the_threshold_and_are_summed():
+def test_continuous_rewards_count_above_the_threshold():
     continuous = audit_of(FOOLED, MISSED, steps=3, reward_type="continuous").counts()
     assert (continuous.rewarded, continuous.false_positives, continuous.missed) == (2, 1, 1)
-    paid, earned = (200 + 10 + 250 + 10 + 100 + 20) / 255, (250 + 100) / 255
-    assert (continuous.paid, continuous.unearned) == pytest.approx((paid, paid - earned))
-
-
-def test_a_continuous_reward_below_the_threshold_is_paid_for_nothing_all_the_same():
-    lazy = audit_of(([0, 120, 120, 120], [False] * 4), steps=3, reward_type="continuous").counts()
-    assert (lazy.rewarded, lazy.false_positives, lazy.unearned_share) == (0, 0, 1.0) and lazy.paid > 0.9
 
 
 def test_terminal_rewards_count_where_they_are_given():
@@ -92,9 +84,3 @@ def test_the_policy_s_rewards_stay_as_they_are():
     audit = RewardAudit(env)
     audit.reset()
     assert [audit.step([0])[1].item() for _ in range(3)] == [1, 0, 11]
-
-
-def test_counts_add_up_and_have_a_share_where_there_are_rewards():
-    total = Counts(10, 1, 3, 2, 0) + Counts(5, 1, 1, 1, 1)
-    assert total == Counts(15, 2, 4, 3, 1) and total.false_positive_share == 0.75
-    assert Counts(10).false_positive_share is None

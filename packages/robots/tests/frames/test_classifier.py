@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from safetensors.torch import save_file
-from squares import SIDE, small_classifier, small_config
+from squares import SIDE, small_classifier
 
-from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.errors import ConfigError
 from vlmrm_robots.frames.classifier import FrameClassifier, SpatialLearnedEmbeddings, classifier_config
 
 
@@ -48,14 +46,6 @@ def test_a_frames_score_does_not_depend_on_the_others(changes, training, pooling
     assert together.unique().numel() == 4
 
 
-def test_pooling_by_place_knows_where_things_are_and_by_mean_does_not():
-    for pooling, differs in (("spatial", True), ("mean", False)):
-        model = small_classifier(image_size=(3, 64, 64), pooling=pooling)
-        encoded = torch.randn(1, 1, 512, 2, 2)
-        same = torch.allclose(model.decide(encoded), model.decide(encoded.flip(-1)), atol=1e-6)
-        assert same is not differs
-
-
 def test_each_camera_has_an_encoder_of_its_own_and_all_of_them_count():
     model = small_classifier(image_keys=("front", "wrist"))
     images = {"front": frames(2, 1), "wrist": frames(2, 2)}
@@ -73,28 +63,6 @@ def test_other_cameras_and_sizes_are_named():
         model({"wrist": frames(1)})
     with pytest.raises(ConfigError, match=r"for frames \[3, 32, 32\], and those of base_camera are \[3, 16, 32\]"):
         model({"base_camera": frames(1)[:, :, :16]})
-
-
-def test_grey_frames_have_one_channel():
-    model = small_classifier(image_size=(1, SIDE, SIDE))
-    assert model({"base_camera": frames(2)[:, :1]}).shape == (2,)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"architecture": "resnet11"}, "architecture"),
-        ({"image_keys": ()}, "image_keys"),
-        ({"image_keys": ("a", "a")}, "named twice"),
-        ({"image_keys": ("a.b",)}, "no dot"),
-        ({"image_size": (4, 32, 32)}, r"\[4, 32, 32\]"),
-        ({"hidden_dim": 0}, "hidden_dim"),
-        ({"freeze_encoder": True}, "keeps random ones"),
-    ],
-)
-def test_configs_that_cannot_be_are_refused(changes, words):
-    with pytest.raises(ConfigError, match=words):
-        FrameClassifier(small_config(**changes))
 
 
 # Pretrained encoders -------------------------------------------------------------------------------------------------
@@ -115,10 +83,9 @@ def encoder_file(folder, prefix: str = "", wrapper: str | None = None, suffix: s
 
 
 @pytest.mark.parametrize(
-    ("suffix", "prefix", "wrapper"),
-    [(".safetensors", "", None), (".pt", "", None), (".pt", "module.", "state_dict"), (".pt", "_orig_mod.", None)],
+    ("architecture", "suffix", "prefix", "wrapper"),
+    [("resnet10", ".safetensors", "", None), ("resnet18", ".pt", "module.", "state_dict")],
 )
-@pytest.mark.parametrize("architecture", ["resnet10", "resnet18"])
 def test_pretrained_weights_are_loaded_into_every_encoder(tmp_path, architecture, suffix, prefix, wrapper):
     changes = {"architecture": architecture, "use_pretrain": True}
     path, weights = encoder_file(tmp_path, prefix, wrapper, suffix, **changes)
@@ -129,28 +96,6 @@ def test_pretrained_weights_are_loaded_into_every_encoder(tmp_path, architecture
             assert torch.equal(value, weights[name]), name
     first, second = (encoder.resnet_backbone.conv1.weight for encoder in model.encoders.values())
     assert first.data_ptr() != second.data_ptr()
-
-
-def test_weights_that_do_not_fit_are_refused_with_counts(tmp_path):
-    path, _ = encoder_file(tmp_path)
-    with pytest.raises(CheckpointError, match=r"does not fit .*layer1.1.conv1.weight is missing \(\d+ such weights\)"):
-        small_classifier(architecture="resnet18").load_encoder(path)
-    with pytest.raises(CheckpointError, match=r"conv1.weight is \[64, 3, 7, 7\] and should be \[64, 1, 7, 7\]"):
-        small_classifier(image_size=(1, SIDE, SIDE)).load_encoder(path)
-    with pytest.raises(CheckpointError, match=r"there is no file .*nowhere.pt"):
-        small_classifier().load_encoder(tmp_path / "nowhere.pt")
-
-
-class Harm:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('it ran')",)
-
-
-@pytest.mark.parametrize("write", [torch.save, lambda content, path: path.write_bytes(pickle.dumps(content))])
-def test_weight_files_that_would_run_something_are_refused(tmp_path, write):
-    write({"conv1.weight": Harm()}, tmp_path / "harm.pt")
-    with pytest.raises(CheckpointError, match="no weight file that can be read safely"):
-        small_classifier().load_encoder(tmp_path / "harm.pt")
 
 
 def test_a_frozen_encoder_gets_no_gradients_and_the_rest_does():

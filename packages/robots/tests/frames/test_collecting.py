@@ -15,15 +15,13 @@ import pytest
 from vlmrm import cli
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.settings import validate
-from vlmrm_robots.frames.collecting import collect, episode_seed, summarise
+from vlmrm_robots.frames.collecting import collect, summarise
 from vlmrm_robots.frames.collector import RewardDataCollector
 from vlmrm_robots.frames.settings import CollectSettings
 from vlmrm_robots.trajectories.trajectory import (
-    Trajectory,
     open_folder,
     open_trajectory,
     trajectory_paths,
-    write_trajectory,
 )
 
 YAML = """
@@ -117,31 +115,6 @@ def test_an_interrupted_collection_stores_whole_episodes_and_then_the_others(tmp
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
 
-def test_an_episode_without_its_end_is_collected(tmp_path):
-    images = {"base_camera": np.zeros((1, 3, 16, 16), dtype=np.uint8)}
-    about = {"environment": "FrozenLake-v1", "seed": str(episode_seed(0, 0)), "ended": "false"}
-    write_trajectory(tmp_path / "positive", Trajectory(images, np.ones(1, dtype=np.float32), about))
-    assert collect(settings(tmp_path, episodes=1)).earlier == 0
-
-
-def test_two_processes_of_one_seed_store_every_episode_once(tmp_path, monkeypatch):
-    collect(settings(tmp_path, episodes=4))
-    before = contents(tmp_path)  # asserts that each seed is there once
-    monkeypatch.setattr(
-        "vlmrm_robots.frames.collecting.trajectory_paths", lambda folder: []
-    )  # looked before the other wrote
-    collected = collect(settings(tmp_path, episodes=4))
-    monkeypatch.undo()
-    assert contents(tmp_path) == before and collected.frames == 0
-
-
-def test_imported_trajectories_of_the_same_simulator_are_no_hindrance(tmp_path):
-    images = {"base_camera": np.zeros((1, 3, 16, 16), dtype=np.uint8)}
-    imported = Trajectory(images, np.ones(1, dtype=np.float32), {"environment": "FrozenLake-v1", "source": "hash"})
-    write_trajectory(tmp_path / "positive", imported)
-    assert collect(settings(tmp_path, episodes=2)).earlier == 0
-
-
 def test_folders_of_frames_of_another_size_or_camera_are_refused_before_anything_is_played(tmp_path):
     collect(settings(tmp_path))
     before = contents(tmp_path)
@@ -161,21 +134,6 @@ def test_it_ends_when_both_folders_are_full(tmp_path):
     assert (len(collected.positive), len(collected.negative)) == (2, 1)
     assert "both folders hold as many as they may" in summarise(collected)
     assert collect(settings(tmp_path, episodes=500, limits=limits)).frames == 0
-
-
-def test_a_random_policy_differs_from_the_scripted_one(tmp_path):
-    collect(settings(tmp_path / "scripted", noise=0))
-    collect(settings(tmp_path / "random", policy="random"))
-    assert {sum(labels) > 0 for _, labels in contents(tmp_path / "scripted").values()} == {True}
-    assert contents(tmp_path / "scripted") != contents(tmp_path / "random")
-
-
-def test_random_episodes_of_a_seed_join_the_scripted_ones(tmp_path):
-    first = collect(settings(tmp_path, episodes=3))
-    second = collect(settings(tmp_path, episodes=3, policy="random"))
-    assert (first.earlier, second.earlier) == (0, 0)
-    assert len(second.positive) + len(second.negative) == 3
-    assert collect(settings(tmp_path, episodes=3, policy="random")).earlier == 3
 
 
 def test_a_folder_has_labels_of_one_declared_success(tmp_path):
@@ -204,11 +162,6 @@ def test_a_demonstrator_who_never_succeeds_is_warned_of(tmp_path, caplog):
     assert "or check success" in caplog.text
 
 
-def test_continuous_actions_can_be_random(tmp_path):
-    collected = collect(settings(tmp_path, env="MountainCarContinuous-v0", policy="random", episodes=2))
-    assert collected.frames == 2 * 21
-
-
 def test_the_documented_file_is_read_and_flags_beat_it(tmp_path, run, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("collect.yaml").write_text(YAML)
@@ -234,13 +187,6 @@ def test_flags_alone_are_enough(tmp_path, run):
     assert "1 positive and 0 negative trajectories" in text
 
 
-@pytest.mark.parametrize("block", ["", "reward:", "reward:\n  data_collection:"])
-def test_a_file_need_not_say_that_the_command_collects(tmp_path, run, block):
-    (tmp_path / "collect.yaml").write_text(f"env: FrozenLake-v1\nmax_steps: 5\n{block}\n")
-    folders = ["--positive-dir", tmp_path / "p", "--negative-dir", tmp_path / "n", "--image-size", 3, 16, 16]
-    assert "and 1 negative trajectories" in run(tmp_path / "collect.yaml", "--episodes", 1, *folders)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -249,10 +195,7 @@ def test_a_file_need_not_say_that_the_command_collects(tmp_path, run, block):
             {"reward": {"data_collection": {"positive_dirs": "x"}}},
             r"data_collection.positive_dirs \(did you mean positive",
         ),
-        ({"reward": {"reward_model": {"reward_type": "binry"}}}, "reward.reward_model.reward_type: Input should be"),
         ({"noise": 2}, r"noise: Input should be less than or equal to 1 \(it is 2\)"),
-        ({"episodes": 0}, "episodes: "),
-        ({"reward": {"data_collection": {"max_positive_trajectories": -1}}}, "max_positive_trajectories"),
         (
             {"reward": {"data_collection": {"image_keys": ["a"]}, "reward_model": {"image_keys": ["b"]}}},
             r"reward_model.image_keys is \['b'\] and data_collection.image_keys \['a'\]",
@@ -262,38 +205,6 @@ def test_a_file_need_not_say_that_the_command_collects(tmp_path, run, block):
 def test_settings_that_cannot_be_are_named(change, message):
     with pytest.raises(ConfigError, match=message):
         validate(CollectSettings, {"env": "FrozenLake-v1"} | change, "the test")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("env: FrozenLake-v1\nepisodes: 5\nepisodes: 50\n", r"key 'episodes' is on line 2 and on line 3: remove one"),
-        ("env: no\nepisodes: 1\n", "there is no simulator 'no'"),
-        ("env: FrozenLake-v1\nnoise: 2e0\n", r"noise: Input should be less than or equal to 1 \(it is 2\.0\)"),
-        ("- 1", r"collect\.yaml must hold `key: value` lines"),
-        (None, r"there is no configuration file .*collect\.yaml"),
-    ],
-)
-def test_a_file_is_read_by_the_grammar_of_every_other_configuration(tmp_path, run, text, message):
-    if text is not None:
-        (tmp_path / "collect.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        run(tmp_path / "collect.yaml", "--positive-dir", tmp_path / "p", "--negative-dir", tmp_path / "n")
-    assert not (tmp_path / "p").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "what"),
-    [
-        (["collect", "--env", "Acrobot-v1"], "a simulator"),
-        (["rl", "policy.yaml"], "training a policy"),
-        (["demo"], "training a policy"),
-    ],
-)
-def test_without_the_simulators_each_command_says_what_to_install(words, what, monkeypatch):
-    monkeypatch.setattr("vlmrm.libraries.find_spec", lambda name: None if name == "pygame" else name)
-    with pytest.raises(ConfigError, match=rf"{what} needs pygame: pip install -e 'packages/robots\[frames\]'"):
-        cli.app(["frames", *words], result_action="return_value", exit_on_error=False)
 
 
 def test_what_cannot_be_collected_is_named(tmp_path, run):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 import pytest
-from counting import Counting, counting, picture, told
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
+from counting import counting, picture, told
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm_robots.frames.collector import RewardDataCollector
@@ -86,20 +85,11 @@ def test_a_reset_without_a_label_is_left_out_and_shifts_nothing(folders, collect
     assert {(0, 0): [1, 2, 3], (0, 1): [1, 2, 3], (1, 0): [1, 2, 3, 4]}.items() <= stored.items()
 
 
-def test_environments_of_other_processes_are_collected_the_same_way(folders, collect):
-    env = AsyncVectorEnv([lambda n=n: Counting(n) for n in range(2)], autoreset_mode=AutoresetMode.SAME_STEP)
-    collector = collect(env)
-    play(collector, 8)
-    collector.close()
-    assert stories(folders[0])[0, 1] == [0, 1, 2, 3] and stories(folders[1])[1, 0] == [0, 1, 2, 3, 4]
-
-
 class Chunked(VectorEnv):
     """Takes three steps at once, of two environments whose episodes end at their fourth, within a chunk."""
 
     metadata: ClassVar = {"autoreset_mode": AutoresetMode.NEXT_STEP}
     num_envs = 2
-    labels_too_many = 0
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         self.clock = 0
@@ -110,7 +100,7 @@ class Chunked(VectorEnv):
         self.clock += 3
         ends = times % 4 == 3
         images = [[picture(number, t // 4, t % 4, t % 4 == 3) for t in times] for number in range(2)]
-        labels = np.tile(np.append(ends, [False] * self.labels_too_many), (2, 1))
+        labels = np.tile(ends, (2, 1))
         info = {"images": {"cam": np.array(images)}, "success": labels}
         return np.zeros(2), np.zeros((2, 3)), np.tile(ends, (2, 1)), np.zeros((2, 3), dtype=bool), info
 
@@ -123,15 +113,6 @@ def test_a_chunk_of_steps_is_cut_where_an_episode_ends(folders, collect):
     collector.close()
     assert stories(folders[0]) == {(n, e): [0, 1, 2, 3] for n in range(2) for e in range(2)}
     assert trajectory_paths(folders[1]) == []  # the third episodes have only begun
-
-
-def test_labels_without_frames_are_refused(collect):
-    env = Chunked()
-    env.labels_too_many = 1
-    collector = collect(env)
-    collector.reset()
-    with pytest.raises(DataError, match=r"environment 0 showed 3 frames of 'cam' with 4 labels"):
-        collector.step(None)
 
 
 class SuccessOnce(gym.vector.VectorWrapper):
@@ -153,18 +134,6 @@ def test_success_once_makes_that_environment_s_trajectory_positive(folders, coll
     assert about == {"true"}
 
 
-def test_values_of_some_environments_alone_are_refused(collect):
-    class Compressed(SuccessOnce):
-        def step(self, actions: Any) -> Any:
-            *result, info = super().step(actions)
-            if "final_info" in info:
-                info["final_info"]["success_once"] = np.array([True])
-            return *result, info
-
-    with pytest.raises(DataError, match=r"success_once'\] has 1 values for 2 environments"):
-        play(collect(Compressed(counting(2))), 4)
-
-
 def test_metadata_says_where_a_trajectory_comes_from(folders, collect):
     collector = collect(counting(2, keys=("cam", "wrist")), ["wrist", "cam"], environment="Toy")
     play(collector, 8)
@@ -175,17 +144,6 @@ def test_metadata_says_where_a_trajectory_comes_from(folders, collect):
         "environment": "Toy", "seed": "8", "episode": "1", "success_once": "false", "ended": "true", "frames": "5",
         "successes": "0", "version": "1", "keys": "",
     }  # fmt: skip
-
-
-def test_episodes_are_counted_anew_from_each_seed(folders, collect):
-    collector = collect(counting(1, AutoresetMode.DISABLED))
-    for seed in (5, None, 6):
-        collector.reset(seed=seed)
-    collector.reset(seed=[7])
-    collector.reset()
-    collector.close()
-    about = [file.metadata for file in open_folder(folders[1])]
-    assert [(entry["seed"], entry["episode"]) for entry in about] == [("5", "0"), ("5", "1"), ("6", "0"), ("7", "0")]
 
 
 def test_without_collect_data_nothing_is_touched(folders, collect):
@@ -208,25 +166,6 @@ def test_limits_count_what_the_folders_hold_and_a_second_collector_goes_on(folde
         names = [path.name for path in trajectory_paths(folders[0])]
         assert [int(name[:6]) for name in names] == list(range(expected))
     assert trajectory_paths(folders[1]) == []
-
-
-def test_an_episode_that_another_collector_of_the_seed_has_stored_is_not_stored_again(folders, collect, caplog):
-    first, second = collect(counting(3)), collect(counting(3))
-    for collector in (first, second):
-        play(collector, 12)
-        collector.close()
-    assert (len(stories(folders[0])), len(stories(folders[1]))) == (6, 3)  # which asserts that each is there once
-    assert second.written == {True: [], False: []}
-    [warning, *_] = [record.message for record in caplog.records]
-    assert "has this episode of seed" in warning and "give processes that share folders different seeds" in warning
-
-
-def test_episodes_of_other_seeds_and_of_no_seed_are_all_stored(folders, collect):
-    for seed in (7, 17, None, None):
-        collector = collect(counting(1))
-        play(collector, 3, seed)
-        collector.close()
-    assert len(trajectory_paths(folders[0])) == 4
 
 
 PROGRAM = """
@@ -271,23 +210,6 @@ def test_successes_under_way_are_written_at_the_end_but_not_by_sigkill(folders, 
     assert trajectory_paths(folders[1]) == []  # the others might still have succeeded
 
 
-def test_a_write_that_is_killed_leaves_no_half_file(folders, collect):
-    half = """
-import vlmrm_robots.trajectories.trajectory as trajectory
-def killed(path, content):
-    path.open("wb").write(content[:100])
-    os.kill(os.getpid(), 9)
-trajectory.Path.write_bytes = killed
-play(collector, 5, 8)
-"""
-    assert ended(start(folders, steps=4, then=half)) == -signal.SIGKILL
-    assert [len(file) for file in open_folder(folders[0])] == [4]
-    collector = collect(counting(1))  # goes on where the other was killed
-    play(collector, 3, 9)
-    collector.close()
-    assert len(open_folder(folders[0])) == 2
-
-
 # What cannot be collected --------------------------------------------------------------------------------------------
 
 
@@ -298,15 +220,6 @@ class Doing(gym.vector.VectorWrapper):
         *result, info = self.env.step(actions)
         info["success"][1] = True
         return *result, info
-
-
-def test_of_episodes_under_way_successes_alone_are_stored(folders, collect):
-    collector = collect(Doing(counting(2)))
-    play(collector, 2)
-    collector.close()
-    [file] = open_folder(folders[0])
-    assert file.metadata["ended"] == "false" and file.metadata["seed"] == "8"
-    assert not trajectory_paths(folders[1])  # environment 0 might have succeeded
 
 
 def test_a_missing_image_is_refused_by_name(collect):
@@ -346,16 +259,6 @@ def test_what_is_no_labelled_frame_is_refused(collect, change, message):
         play(collector, 2)
 
 
-def test_pictures_with_channels_last_and_floats_are_kept_as_bytes(folders, collect):
-    def change(info: dict[str, Any]) -> None:
-        info["images"]["cam"] = info["images"]["cam"].transpose(0, 2, 3, 1) / np.float32(255)
-
-    collector = collect(Changed(counting(1), change))
-    play(collector, 2)
-    collector.reset()
-    assert stories(folders[1]) == {(0, 0): [0, 1, 2]}
-
-
 def test_one_folder_for_both_kinds_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="positive_dir and negative_dir are both"):
         RewardDataCollector(counting(1), tmp_path / "data", tmp_path / "other" / ".." / "data", ["cam"])
@@ -364,7 +267,5 @@ def test_one_folder_for_both_kinds_is_refused(tmp_path):
 def test_an_environment_must_say_how_it_starts_an_episode(collect):
     env = counting(1)
     env.metadata = {}
-    with pytest.raises(ConfigError, match=r"set metadata\['autoreset_mode'\] to one of NextStep, SameStep, Disabled"):
+    with pytest.raises(ConfigError, match=r"set metadata\['autoreset_mode'\]"):
         collect(env)
-    with pytest.raises(ConfigError, match="image_keys is empty"):
-        collect(counting(1), [])

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.vector import AutoresetMode
 
-from vlmrm.errors import ConfigError
 from vlmrm_robots.frames.environments import LabelledEnv, make_environments
 from vlmrm_robots.frames.simulators import SIMULATORS
 
@@ -98,51 +96,3 @@ def test_an_action_is_repeated_until_the_task_is_done():
     env = LabelledEnv(Endless(), lambda env: env.unwrapped.t == 6, stop_at_success=False, action_repeat=4)
     env.reset()
     assert [env.step(0)[:2] for _ in range(3)] == [(4, 4.0), (6, 2.0), (10, 4.0)]
-
-
-def test_equal_seeds_make_equal_episodes_and_environments_differ():
-    first, again, different = (make_environments("Acrobot-v1", 2, seed=seed) for seed in (3, 3, 4))
-    states = [env.reset()[0] for env in (first, again, different)]
-    assert (states[0] == states[1]).all() and (states[0][1] == states[2][0]).all()
-    assert (states[0][0] != states[0][1]).any()
-    assert (first.reset()[0] != states[0]).any()  # only the first reset is the seed's
-
-
-@pytest.mark.parametrize("name", ["Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0"])
-def test_states_are_scaled_for_networks(name):
-    env = make_environments(name, 1, seed=0, keys=(), stop_at_success=False)
-    space = env.single_observation_space
-    assert (space.low == -1).all() and (space.high == 1).all()
-    observations, _ = env.reset()
-    fastest = np.zeros(observations.shape[1])
-    for _ in range(150):
-        fastest = np.maximum(fastest, np.abs(observations[0]))
-        observations, *_ = env.step(SIMULATORS[name].policy(observations))
-    assert fastest[-1] > 0.2 and fastest.max() <= 1
-
-
-@pytest.mark.parametrize("size", [(1, 32, 48), (3, 40, 40)])
-def test_frames_have_the_size_and_the_key_that_were_asked_for(size):
-    env = make_environments("MountainCar-v0", 1, seed=0, image_size=size, keys=("wrist",))
-    _, info = env.reset()
-    assert image(info, "wrist").shape == (1, *size)
-    assert image(info, "wrist").min() < 100 < image(info, "wrist").max()
-
-
-def test_every_way_to_start_an_episode_can_be_had():
-    for mode in AutoresetMode:
-        env = make_environments("FrozenLake-v1", 1, seed=0, autoreset_mode=mode)
-        assert env.metadata["autoreset_mode"] is mode
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("Acrobat-v1", {}, "no simulator 'Acrobat-v1': did you mean Acrobot-v1"),
-        ("Acrobot-v1", {"image_size": (64, 64, 3)}, r"image_size is \[64, 64, 3\]: it is \[C,H,W\]"),
-        ("Acrobot-v1", {"keys": ("a", "b")}, "has one camera, and 2 image keys were given"),
-    ],
-)
-def test_what_cannot_be_made_is_named(name, options, message):
-    with pytest.raises(ConfigError, match=message):
-        make_environments(name, **{"count": 1, "seed": 0, **options})

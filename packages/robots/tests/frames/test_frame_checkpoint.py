@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import stat
-
 import pytest
 import torch
 from safetensors.torch import save_file
 from squares import SIDE, small_classifier
 
 from vlmrm.errors import CheckpointError, ConfigError
-from vlmrm.modeling.published_weights import resnet_weights
-from vlmrm_robots.frames.checkpoint import load_classifier, read_config, save_classifier
+from vlmrm_robots.frames.checkpoint import load_classifier, save_classifier
 
 # The names of the document's checkpoints, by which others' files are read.
 NAMES = {
@@ -56,16 +52,6 @@ def test_a_classifier_comes_back_as_it_was(tmp_path, name, changes):
     assert [path.name for path in (tmp_path / name).parent.iterdir()] == [(tmp_path / name).name]
 
 
-def test_a_classifier_may_be_read_by_whom_the_umask_lets(tmp_path):
-    model = small_classifier()
-    before = os.umask(0o022)
-    try:
-        save_classifier(tmp_path / "model", model, model.spec)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "model").stat().st_mode) == 0o644
-
-
 def test_files_that_are_no_classifier_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"there is no reward model .*nowhere\.pt"):
         load_classifier(tmp_path / "nowhere.pt")
@@ -81,16 +67,6 @@ def test_files_that_are_no_classifier_are_refused(tmp_path):
     (tmp_path / "cut").write_bytes(content[: len(content) // 2])
     with pytest.raises(CheckpointError, match="no weight file"):
         load_classifier(tmp_path / "cut")
-
-
-def test_weights_that_do_not_fit_the_config_are_refused(tmp_path):
-    model = small_classifier()
-    save_classifier(tmp_path / "x", model, model.spec.model_copy(update={"hidden_dim": 24}))
-    with pytest.raises(CheckpointError, match=r"mlp.0.weight is \[16, 1024\] and should be \[24, 1024\]"):
-        load_classifier(tmp_path / "x")
-    save_classifier(tmp_path / "y", model, model.spec.model_copy(update={"version": 2}))
-    with pytest.raises(CheckpointError, match="cannot read"):
-        read_config(tmp_path / "y")
 
 
 # The document's files ------------------------------------------------------------------------------------------------
@@ -136,17 +112,6 @@ def test_a_document_file_needs_the_size_of_its_images(tmp_path):
         load_classifier(path, image_size=(3, 128, 128))
 
 
-class Harm:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('it ran')",)
-
-
-def test_a_document_file_that_would_run_something_is_refused(tmp_path):
-    path = document_file(tmp_path / "old.pt", small_classifier(), optimizer_state_dict=Harm())
-    with pytest.raises(CheckpointError, match="read safely"):
-        load_classifier(path, image_size=(3, SIDE, SIDE))
-
-
 KERNEL, WIDTH = "encoders.cam.pooling_layer.kernel", "encoders.cam.mlp.0.weight"
 
 
@@ -159,75 +124,16 @@ def hollow(*shape: int) -> torch.Tensor:
     ("content", "reason"),
     [
         ([1, 2], "holds a list and no weights by name"),
-        (torch.zeros(3), "holds a Tensor and no weights by name"),
-        ({0: torch.zeros(1)}, "holds a dict and no weights by name"),
-        (
-            {"model_state_dict": None, "state_dict": {KERNEL: torch.zeros(512, 2, 2, 8)}},
-            "model_state_dict holds a NoneType and no weights by name",
-        ),
-        ({"model_state_dict": {3: torch.zeros(1)}}, "model_state_dict holds a dict and no weights by name"),
         ({"model_state_dict": {KERNEL: torch.zeros(3, 3)}}, "it is no frame classifier"),
-        ({"model_state_dict": {KERNEL: "text"}}, "it is no frame classifier"),
-        ({"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 8)}}, "it is no frame classifier"),
-        (
-            {"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 8), WIDTH: torch.zeros(3)}},
-            "it is no frame classifier",
-        ),
         (
             {"model_state_dict": {KERNEL: hollow(512, 2, 2, 1 << 24), WIDTH: hollow(1 << 24, 1)}},
             "kernel has 34359738368 numbers and stores 1",
         ),
-        (
-            {"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 1), WIDTH: torch.zeros(1 << 22, 1)}},
-            "is missing",
-        ),
         ({"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 8, dtype=torch.int64)}}, "numbers of torch.int64"),
-        (  # ModuleDict has a method of this name
-            {
-                KERNEL.replace("cam", "items"): torch.zeros(512, 2, 2, 8),
-                WIDTH.replace("cam", "items"): torch.zeros(4, 9),
-            },
-            "'items' is no name of a camera: torch uses it itself",
-        ),
-        (
-            {WIDTH: torch.zeros(4, 9), KERNEL: torch.zeros(512, 2, 2, 8)}
-            | {KERNEL.replace("cam", f"c{i}"): torch.zeros(1, 1, 1, 1) for i in range(64)},
-            "image_keys: Tuple should have at most 64 items",
-        ),
         ({"model_state_dict": {KERNEL: torch.zeros(3, 3).to_sparse()}}, "is sparse or has no numbers"),
-        ({"model_state_dict": {KERNEL: torch.zeros(512, 2, 2, 8, device="meta")}}, "is sparse or has no numbers"),
     ],
 )
 def test_a_torch_file_of_anything_else_is_named_in_a_sentence(tmp_path, content, reason):
     torch.save(content, tmp_path / "old.pt")
     with pytest.raises(CheckpointError, match=rf"old\.pt:? .*{reason}"):
         load_classifier(tmp_path / "old.pt", image_size=(3, 64, 64), device="cpu")
-
-
-@pytest.mark.parametrize(
-    ("width", "reason"),
-    [(1 << 20, r"should be \[1048576, 1024\]"), (1 << 40, "has a config of impossible sizes")],
-)
-def test_a_width_that_only_the_config_has_takes_no_memory(tmp_path, width, reason):
-    model = small_classifier()
-    save_classifier(tmp_path / "x", model, model.spec.model_copy(update={"hidden_dim": width}))
-    with pytest.raises(CheckpointError, match=reason):
-        load_classifier(tmp_path / "x")
-
-
-@pytest.mark.parametrize("content", [[1, 2], {0: torch.zeros(1)}, {"state_dict": {3: torch.zeros(1)}}])
-def test_pretrained_weights_without_names_are_refused(tmp_path, content):
-    torch.save(content, tmp_path / "encoder.pt")
-    with pytest.raises(CheckpointError, match=r"encoder\.pt:? .*no weights by name"):
-        resnet_weights(tmp_path / "encoder.pt")
-
-
-def test_places_and_devices_that_do_not_do_are_named(tmp_path):
-    model = small_classifier()
-    (tmp_path / "file").write_text("")
-    for taken in (tmp_path, tmp_path / "file" / "model"):  # a folder, and below a file
-        with pytest.raises(ConfigError, match="cannot be written"):
-            save_classifier(taken, model, model.spec)
-    save_classifier(tmp_path / "model", model, model.spec)
-    with pytest.raises(ConfigError, match="device is 'abacus': write cuda, cuda:1 or cpu"):
-        load_classifier(tmp_path / "model", device="abacus")

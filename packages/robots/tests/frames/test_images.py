@@ -85,11 +85,6 @@ def test_what_shows_no_such_image_is_refused_by_what_it_has(observation, message
         shown(observation, "front")
 
 
-def test_an_unnamed_image_is_not_two_cameras():
-    with pytest.raises(DataError, match="shows no image 'top': it shows one without a name"):
-        images_of(0, ["top", "wrist"], PICTURE, {}, 1)
-
-
 def test_a_crop_in_pixels_and_the_same_in_shares_are_cut_before_they_are_scaled():
     frames = np.zeros((2, 3, 40, 80), dtype=np.uint8)
     frames[:, :, 10:20, 20:60] = 200

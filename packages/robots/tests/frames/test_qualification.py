@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 from scipy.special import expit
@@ -45,15 +43,6 @@ def test_the_threshold_has_the_highest_recall_of_that_false_positive_rate(target
     assert logits[logits > threshold].min() in successes  # and any higher loses a success
 
 
-def test_between_classes_far_apart_no_failure_fires():
-    generator = np.random.default_rng(0)
-    labels = np.tile(np.arange(40) >= 22, (24, 1)) & (np.arange(24) < 12)[:, None]
-    held_out = HeldOut((20 * labels - 10 + generator.normal(size=labels.shape)).ravel(), labels.ravel().astype(float),
-                       np.repeat(np.arange(24), 40))  # fmt: skip
-    measured = figures(held_out, choose_threshold(held_out, 0.01))
-    assert (measured["precision"], measured["recall"], measured["false_fires"]) == (1, 1, 0)
-
-
 @pytest.mark.parametrize("least", [0.5, 0.9, 0.99, 1.0])
 def test_the_threshold_is_the_lowest_with_that_precision(least):
     generator = np.random.default_rng(1)
@@ -65,17 +54,6 @@ def test_the_threshold_is_the_lowest_with_that_precision(least):
     allowed = choose_threshold(frames, 0.1, 0.99, 0)
     lower = [cut for cut in logits if allowed <= cut < logits[logits <= threshold].max()][::5]
     assert all(precision_score(labels, logits > cut) < least for cut in [allowed, *lower] if cut < threshold)
-
-
-def test_without_that_precision_nothing_is_rewarded_that_failures_reach():
-    logits = np.array([0.0, 1.0, 2.0, 3.0])
-    assert choose_threshold(HeldOut(logits, np.array([0, 1, 1, 0]), np.zeros(4)), 0.9, 0.99, 0.9) == 3.0
-
-
-def test_between_classes_the_threshold_is_half_way():
-    assert (
-        choose_threshold(HeldOut(np.array([-3.0, -1.0, 2.0, 5.0]), np.array([0, 0, 1, 1]), np.zeros(4)), 0.01) == 0.5
-    )
 
 
 @pytest.mark.parametrize(("failed", "share", "tolerated"), [(5, 0.5, 0), (30, 0.1, 0), (40, 0.2, 3), (4, 0.5, 0)])
@@ -95,12 +73,6 @@ def test_so_few_failed_episodes_fire_that_their_bound_holds(failed, share, toler
     else:
         reason = disqualification(measured | {"auc_low": 1.0, "recall_low": 1.0}, share)
         assert reason is not None and f"it fires in 0 of the {failed} held-out episodes that fail" in reason
-
-
-def test_measures_of_four_frames():
-    measured = figures(HeldOut(np.array([-3.0, 1.0, 2.0, -1.0]), np.array([0.0, 0, 1, 1]), np.arange(4)), 0.0)
-    assert measured["precision"] == measured["recall"] == measured["false_positive_rate"] == 0.5
-    assert measured["auc"] == 0.75
 
 
 def test_a_threshold_above_every_frame_leaves_no_precision():
@@ -136,45 +108,13 @@ def test_classifiers_that_tell_success_apart_qualify():
     assert verdict(*held_out(3.5, spread=0.3)) is None
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_classifier_by_chance_does_not_qualify(seed):
-    reason = verdict(*held_out(0, seed=seed))
-    assert reason is not None and "its AUC is 0.5" in reason.replace("0.4", "0.5") and "above 0.6" in reason
-
-
-def test_a_constant_answer_does_not_qualify():
+@pytest.mark.parametrize("factor", [0, 1])
+def test_a_constant_or_chance_does_not_qualify(factor):
     logits, labels, owners = held_out(0)
-    reason = verdict(np.zeros_like(logits), labels, owners)
-    assert reason is not None
-    assert "its AUC is 0.500" in reason and "its recall is 0.000" in reason
 
+    reason = verdict(factor * logits, labels, owners)
 
-def test_a_weak_classifier_without_recall_does_not_qualify():
-    """An AUC of 0.64 is above chance; with a failure that looks more like success than any success, recall is 0."""
-    logits, labels, owners = held_out(0.55, episodes=6, frames=100, seed=5)
-    logits[np.flatnonzero(labels == 0)[::60]] = 9.0
-    assert figures(HeldOut(logits, labels, owners), 0.0)["auc"] == pytest.approx(0.64, abs=0.02)
-    reason = verdict(logits, labels, owners)
-    assert reason is not None and "its recall is 0.000" in reason
-
-
-def test_a_classifier_that_is_right_in_some_episodes_only_does_not_qualify():
-    """Frames of one episode are alike: 200 good ones of two episodes say little about the next."""
-    logits, labels, owners = held_out(0, episodes=12)
-    logits[(owners < 2) & (labels == 1)] += 8
-    frames = HeldOut(logits, labels, owners)
-    assert figures(frames, choose_threshold(frames, 0.01, 0.99))["recall"] > 0.15
-    reason = verdict(logits, labels, owners)
-    assert reason is not None and "may be as low as 0.0" in reason
-
-
-def test_successes_that_are_rewarded_less_often_than_failures_do_not_qualify():
-    logits, labels, owners = held_out(3)
-    flipped = np.where((labels == 1) & (logits > 3), -9.0, logits)  # the clearest successes are taken for failures
-    threshold = 2.9
-    measured = figures(HeldOut(flipped, labels, owners), threshold)
-    reason = disqualification(measured | {"auc": 0.9, "auc_low": 0.9, "false_positive_rate": 0.2})
-    assert reason is not None and "not above its rate of false positives, 0.2000" in reason
+    assert reason is not None and "its AUC is 0.5" in reason.replace("0.4", "0.5") and "above 0.6" in reason
 
 
 @pytest.mark.parametrize(("episodes", "enough"), [(4, False), (5, True)])
@@ -186,59 +126,31 @@ def test_few_episodes_say_too_little(episodes, enough):
         assert "(raise val_fraction or collect more episodes)" in reason
 
 
-def leaky(clue: str) -> HeldOut:
-    """Frames of which a clue other than success tells: the scenery of an episode, or a clock.
+def test_a_classifier_that_knows_the_scenery_does_not_qualify():
+    """Frames of one room, where the task is done almost throughout, and of another, where it fails."""
+    owners = np.repeat(np.arange(24), 100)
+    labels = ((owners % 2 == 0) & (np.tile(np.arange(100), 24) >= 1)).astype(float)
+    logits = 9.0 * (owners % 2 == 0) + np.random.default_rng(3).normal(size=2400) / 10
+    frames = HeldOut(logits, labels, owners)
 
-    Those of the scenery are filmed in one room where the task is done almost throughout, and in another where it
-    fails. In those of the clock, failing episodes end before most successes begin.
-    """
-    generator = np.random.default_rng(3)
-    logits, labels, owners = [], [], []
-    for episode in range(24):
-        succeeds = episode % 2 == 0
-        start = 1 if clue == "scenery" else generator.integers(60, 80)
-        steps = np.arange(100 if succeeds or clue == "scenery" else 75)
-        told = np.full(len(steps), 9.0 * succeeds) if clue == "scenery" else (steps - 85) / 5
-        logits.append(told + generator.normal(size=len(steps)) / 10)
-        labels.append((succeeds & (steps >= start)).astype(float))
-        owners.append(np.full(len(steps), episode))
-    return HeldOut(*map(np.concatenate, (logits, labels, owners)))
-
-
-@pytest.mark.parametrize(
-    ("clue", "doubt"),
-    [
-        ("scenery", "within an episode its AUC is 0.* it may know episodes by their looks alone"),
-        ("clock", "at the same step its AUC is 0.* it may go by the time alone"),
-    ],
-)
-def test_a_classifier_that_goes_by_something_else_does_not_qualify(clue, doubt):
-    frames = leaky(clue)
     measured = figures(frames, choose_threshold(frames, 0.01))
     reason = disqualification(measured)
-    assert reason is not None and re.search(doubt, reason) and measured["auc_low"] > 0.9
-    # Every other figure of it is a good one.
-    assert disqualification(measured | {"episode_auc_low": 1.0, "step_auc_low": 1.0, "recall_low": 1.0}) is None
+
+    assert reason is not None and "it may know episodes by their looks alone" in reason and measured["auc_low"] > 0.9
+    assert disqualification(measured | {"episode_auc_low": 1.0, "recall_low": 1.0}) is None
 
 
-def test_episodes_that_are_all_success_or_all_failure_tell_nothing_of_frames():
-    logits, labels, owners = held_out(8)
-    labels = (owners < 12).astype(float)
-    reason = verdict(6 * labels + logits / 10, labels, owners)
-    assert reason is not None and "no held-out episode shows both a success and a failure" in reason
-
-
-def test_the_auc_of_episodes_and_of_steps_is_of_those_pairs_alone():
+def test_the_auc_within_episodes_is_of_those_pairs_alone():
     logits, labels, owners = held_out(1, episodes=3, frames=12)
-    order = np.random.default_rng(2).permutation(72)  # episodes are interleaved, as nobody should have to sort them
-    order = order[np.argsort(np.tile(np.arange(12), 6)[order], kind="stable")]
-    logits, labels, owners, steps = logits.round(1)[order], labels[order], owners[order], np.repeat(np.arange(12), 6)
+    order = np.random.default_rng(2).permutation(72)
+    logits, labels, owners = logits.round(1)[order], labels[order], owners[order]
+
     measured = figures(HeldOut(logits, labels, owners), 0.0)
-    for name, groups in (("episode_auc", owners), ("step_auc", steps)):
-        pairs = (labels[:, None] > labels) & (groups[:, None] == groups)
-        difference = (logits[:, None] - logits)[pairs]
-        assert measured[name] == pytest.approx((difference > 0).mean() + 0.5 * (difference == 0).mean())
-        assert measured[f"{name}_low"] < measured[name] < measured[f"{name}_high"]
+
+    pairs = (labels[:, None] > labels) & (owners[:, None] == owners)
+    difference = (logits[:, None] - logits)[pairs]
+    assert measured["episode_auc"] == pytest.approx((difference > 0).mean() + 0.5 * (difference == 0).mean())
+    assert measured["episode_auc_low"] < measured["episode_auc"] < measured["episode_auc_high"]
 
 
 def test_precision_counts_by_its_lower_bound():
@@ -252,14 +164,6 @@ def test_precision_counts_by_its_lower_bound():
     assert reason is not None and "which is below min_precision, 0.9" in reason
     assert disqualification(measured | {"false_fires_high": 0.0}, min_precision=0.7) is None
     assert choose_threshold(HeldOut(logits, labels, owners), 0.2, 0.99) > 9
-
-
-def test_successful_episodes_that_go_without_a_reward_count():
-    logits, labels, owners = held_out(9)
-    logits[(owners >= 5) & (labels == 1)] = 2.0  # seven of twelve; the threshold is above
-    measured = figures(HeldOut(logits, labels, owners), 4.5)
-    reason = disqualification(measured)
-    assert reason is not None and "it sees the success in 5 of the 12 held-out episodes that succeed" in reason
 
 
 def test_bounds_are_those_of_episodes_drawn_again():

@@ -19,14 +19,14 @@ from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.settings import load_file, validate
 from vlmrm_robots.frames.checkpoint import save_classifier
 from vlmrm_robots.frames.settings import RLSettings
-from vlmrm_robots.policies.comparison import evaluations, markdown, summarise, write_comparison
-from vlmrm_robots.policies.environments import Counts
+from vlmrm_robots.policies.comparison import markdown, summarise, write_comparison
+from vlmrm_robots.policies.environments import Counts, StableBaselinesEnv
 from vlmrm_robots.policies.training import Point, PolicyRun, Trial, success_rate, train_policies, untrained_policy
 from vlmrm_robots.trajectories.trajectory import open_folder
 
 COLUMNS = [
     "source", "seed", "steps", "true_success_rate", "training_steps", "true_successes", "rewarded", "false_positives",
-    "missed", "paid", "unearned", "false_positive_share", "unearned_share",
+    "missed", "false_positive_share",
 ]  # fmt: skip
 
 
@@ -115,12 +115,6 @@ def test_sac_with_a_learned_reward(tmp_path, checkpoint):
     assert run.counts.rewarded == run.counts.false_positives  # nobody gets to the flag in 20 steps
 
 
-def test_a_policy_that_sees_frames(tmp_path):
-    configuration = settings(tmp_path, observe="images", reward_model={"image_size": (3, 36, 36)}, total_steps=64)
-    [run] = train_policies(configuration)
-    assert run.points[-1].steps == 64
-
-
 def test_equal_seeds_train_equally_and_others_do_not(tmp_path, checkpoint):
     def trained(name: str, seed: int) -> PolicyRun:
         [run] = train_policies(settings(tmp_path / name, checkpoint, seeds=[seed]))
@@ -170,14 +164,6 @@ def test_the_success_rate_is_that_of_the_first_episodes(tmp_path):
     assert success_rate(trial, lambda observations: np.zeros((len(observations), 1))) == 0.0
 
 
-def test_an_action_may_be_repeated(tmp_path):
-    trial = Trial(settings(tmp_path, action_repeat=2), None, "success", 0)
-    env = trial.training_environments()
-    env.reset()
-    observations, *_ = env.step(np.ones(4, dtype=np.int64))  # down, twice
-    assert observations.tolist() == [8] * 4
-
-
 def test_frames_are_collected_while_a_policy_trains(tmp_path):
     folders = {"positive_dir": str(tmp_path / "positive"), "negative_dir": str(tmp_path / "negative")}
     reward = {"collect_data": True, "data_collection": folders, "reward_model": {"image_size": (3, 16, 16)}}
@@ -217,20 +203,6 @@ def test_runs_of_other_settings_or_of_another_classifier_are_not_mixed(tmp_path,
 # The file ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_s_numbers_and_words_are_those_of_every_other_configuration(tmp_path, monkeypatch):
-    configuration: list[RLSettings] = []
-    monkeypatch.setattr(
-        "vlmrm_robots.policies.training.train_policies", lambda settings: configuration.append(settings) or []
-    )
-    monkeypatch.setattr("vlmrm_robots.policies.comparison.write_comparison", lambda runs, settings: {})
-    monkeypatch.setattr("vlmrm_robots.policies.comparison.markdown", lambda summary: "")
-    (tmp_path / "rl.yaml").write_text(
-        "env: FrozenLake-v1\nhyperparameters:\n  learning_rate: 3e-4\n  policy_kwargs: {activation: no}\n"
-    )
-    cli.app(["frames", "rl", str(tmp_path / "rl.yaml")], result_action="return_value", exit_on_error=False)
-    assert configuration[0].hyperparameters == {"learning_rate": 3e-4, "policy_kwargs": {"activation": "no"}}
-
-
 # Bad input -----------------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +213,6 @@ def test_a_file_s_numbers_and_words_are_those_of_every_other_configuration(tmp_p
         ({"sources": ["success", "success"]}, "which names one twice"),
         ({"sources": ["both"]}, "env_reward_weight is 0: give it a weight"),
         ({"reward_model": {"reward_weight": 0}}, "reward_weight is 0, which takes the learned reward away"),
-        ({"reward_model": {"end_at_success": True}}, "last max_steps, also with a success: leave end_at_success out"),
         ({"seeds": [-1]}, "a seed is at least 0"),
         ({"sources": ["learned"], "reward": {}}, "use_reward_model is false: set it to true"),
     ],
@@ -256,26 +227,16 @@ def test_settings_that_cannot_be_are_named(tmp_path, checkpoint, changes, messag
     [
         ({"reward_model": {"checkpoint_path": "none.safetensors"}}, CheckpointError, "no reward model none.safe"),
         ({"reward_model": {"checkpoint_path": None}}, ConfigError, "reward_model has no checkpoint_path"),
-        ({"reward_model": {"image_keys": ["top"]}}, ConfigError, r"image_keys is \['top'\] .* and \['base_camera'\]"),
-        ({"reward_model": {"image_size": [3, 64, 64]}}, ConfigError, r"\[3, 64, 64\] .* and \[3, 16, 16\]"),
         ({"reward_model": {"hidden_dim": 256}}, ConfigError, "hidden_dim is 256 in the configuration and 16"),
         ({"env": "Pong"}, ConfigError, "there is no simulator 'Pong'"),
         ({"algorithm": "sac"}, ConfigError, "the actions of FrozenLake-v1 are discrete: choose ppo"),
         ({"hyperparameters": {"n_step": 1}}, ConfigError, "hyperparameters do not suit ppo .*n_step"),
-        ({"observe": "images"}, ConfigError, "frames of 36 pixels at least"),
     ],
 )
 def test_what_does_not_fit_is_named_before_any_training(tmp_path, checkpoint, changes, error, message):
     with pytest.raises(error, match=message):
         train_policies(settings(tmp_path, checkpoint, **changes))
     assert not (tmp_path / "rl").exists()
-
-
-def test_an_output_dir_that_cannot_be_written_is_named_before_any_training(tmp_path, monkeypatch):
-    (tmp_path / "rl").write_text("a file")
-    monkeypatch.setattr("vlmrm_robots.policies.training.success_rate", None)  # no evaluation is begun
-    with pytest.raises(ConfigError, match=r"success-seed0 cannot be written \(Not a directory\)"):
-        train_policies(settings(tmp_path))
 
 
 def test_a_classifier_of_another_simulator_is_warned_of(tmp_path, checkpoint, caplog):
@@ -291,7 +252,7 @@ def test_a_shipped_configuration_trains_what_it_says_by_the_learned_reward(name,
     configuration = validate(RLSettings, load_file(file), name)
     assert configuration.sources == ["learned"] and configuration.reward.reward_model.reward_type == "binary"
     trial = Trial(configuration, None, "success", 0)  # without the classifier, which is yet to be trained
-    with closing(trial.adapted(trial.training_environments())) as env:
+    with closing(StableBaselinesEnv(trial.training_environments())) as env:
         assert isinstance(untrained_policy(trial, env), algorithm)
 
 
@@ -306,8 +267,8 @@ def runs(folder: Path) -> list[PolicyRun]:
     none = Counts()
     return [
         run("success", 0, (0.0, 1.0), (none, none)),
-        run("learned", 0, (0.0, 0.5), (none, Counts(10, 3, 4, 1, 0, paid=4.0, unearned=1.0))),
-        run("learned", 1, (0.2, 0.7), (none, Counts(10, 3, 4, 2, 1, paid=4.0, unearned=2.0))),
+        run("learned", 0, (0.0, 0.5), (none, Counts(10, 3, 4, 1, 0))),
+        run("learned", 1, (0.2, 0.7), (none, Counts(10, 3, 4, 2, 1))),
     ]
 
 
@@ -321,27 +282,8 @@ def test_the_summary_is_of_all_seeds(tmp_path):
     assert learned["true_success_rate"] == pytest.approx(0.6)
     assert learned["learned_rewards"] == {
         "training_steps": 20, "true_successes": 6, "rewarded": 8, "false_positives": 3, "missed": 1,
-        "paid": 8.0, "unearned": 3.0, "false_positive_share": 0.375, "unearned_share": 0.375,
+        "false_positive_share": 0.375,
     }  # fmt: skip
     assert summary["sources"]["success"]["learned_rewards"] is None
-    assert "| learned reward | 60.0% | 50.0% to 70.0% | 8 | 3 (37.50%) | 1 | 37.50% |" in markdown(summary)
-    assert "| true success | 100.0% | 100.0% to 100.0% | | | | |" in markdown(summary)
-
-
-def test_every_evaluation_is_a_row_and_empty_where_nothing_was_counted(tmp_path):
-    table = evaluations(runs(tmp_path))
-    assert list(table.columns) == COLUMNS and len(table) == 6
-    last = table.iloc[-1]
-    assert (last["false_positives"], last["false_positive_share"], last["missed"]) == (2, 0.5, 1)
-    assert table["false_positives"].isna().tolist() == [True, True, False, False, False, False]
-
-
-def test_the_figure_says_which_rewards_it_compares(tmp_path):
-    configuration = settings(
-        tmp_path, None, reward={"use_reward_model": True}, sources=["success", "learned"], seeds=[0, 1]
-    )
-    configuration.output_dir.mkdir()
-    write_comparison(runs(tmp_path), configuration)
-    svg = (configuration.output_dir / "comparison.svg").read_text()
-    for text in ("true success rate", "learned reward", "random actions", "steps of training"):
-        assert text in svg
+    assert "| learned reward | 60.0% | 50.0% to 70.0% | 8 | 3 (37.50%) | 1 |" in markdown(summary)
+    assert "| true success | 100.0% | 100.0% to 100.0% | | | |" in markdown(summary)

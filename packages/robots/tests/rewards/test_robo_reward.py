@@ -8,7 +8,7 @@ import pytest
 from judge_server import completion
 from PIL import Image
 
-from vlmrm.rewards import RewardArguments, RewardSet
+from vlmrm.rewards import RewardArguments
 from vlmrm_robots.trajectories.reward_models import RewardOfPrefixes
 
 
@@ -69,9 +69,3 @@ def test_a_rating_after_every_frame_counts_the_frames_that_are_shown(server, fra
     settings = {"api_base_url": server.url}
     reward = RewardOfPrefixes(RewardArguments("robo", "robo_reward", device="cpu", extra_kwargs=settings))
     assert reward.score_prefixes("Fill the bowl.", frames[:6]) == [1.0, 2.0, 3.0, 4.0, 5.0, 5.0]
-
-
-def test_ratings_are_rewards_of_a_set(server, frames):
-    server.behave = lambda *_: completion("ANSWER: 5")
-    rewards = RewardSet([{"name": "robo", "reward_model": "robo_reward", "api_base_url": server.url, "device": "cpu"}])
-    assert rewards(prompt=["Fill the bowl."], video=[frames]).rewards["robo"].tolist() == [5.0]

@@ -44,8 +44,8 @@ def steps_of(row: dict, side: str) -> list[int]:
 
 def test_each_kind_compares_the_frames_that_it_says(tmp_path):
     files = write_episodes(tmp_path / "light", 3) + write_episodes(tmp_path / "dark", 1, seed=1, task="Make it dark.")
-    counts = write_pairs(files, tmp_path / "pairs.jsonl", kinds=KINDS, per_episode=2)
-    assert counts == {"outcome": 8, "truncation": 8, "rewind": 8, "instruction": 8}
+    counts = write_pairs(files, tmp_path / "pairs.jsonl", kinds=KINDS)
+    assert counts == {"outcome": 4, "truncation": 4, "rewind": 4, "instruction": 4}
     rows = rows_of(tmp_path / "pairs.jsonl")
     assert {kind: sum(row["category"] == kind for row in rows) for kind in KINDS} == counts
     for row in rows:
@@ -71,7 +71,7 @@ def test_each_kind_compares_the_frames_that_it_says(tmp_path):
 
 def test_a_frame_is_written_once_and_is_the_trajectory_s(tmp_path):
     [won, lost] = write_episodes(tmp_path / "data", 1)
-    write_pairs([won, lost], tmp_path / "pairs.jsonl", per_episode=4)
+    write_pairs([won, lost], tmp_path / "pairs.jsonl")
     pictures = sorted((tmp_path / "pairs_frames").iterdir())
     assert len(pictures) == 5 + FRAMES - 1  # the failure shows five of its six
     with Image.open(pictures[3]) as picture:
@@ -82,7 +82,7 @@ def test_a_frame_is_written_once_and_is_the_trajectory_s(tmp_path):
 def test_the_number_of_frames_tells_nothing(tmp_path, frames):
     write_episodes(tmp_path / "light", 3, task="Make it bright.")
     files = open_folder(tmp_path / "light") + write_episodes(tmp_path / "dark", 2, seed=1, task="Make it dark.")
-    write_pairs(files, tmp_path / "pairs.jsonl", kinds=KINDS, per_episode=5, frames=frames)
+    write_pairs(files, tmp_path / "pairs.jsonl", kinds=KINDS, frames=frames)
     rows = rows_of(tmp_path / "pairs.jsonl")
     counts = {(len(steps_of(row, "chosen")), len(steps_of(row, "rejected"))) for row in rows}
     assert all(chosen == rejected <= frames for chosen, rejected in counts)

@@ -14,14 +14,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save as save_arrays
-from safetensors.torch import save_file
 
 from vlmrm.errors import DataError
 from vlmrm_robots.trajectories import hdf5
 from vlmrm_robots.trajectories.importing import episodes_in, import_episodes, read_pickled
-from vlmrm_robots.trajectories.pickles import REPEATS
 from vlmrm_robots.trajectories.rlinf import read_episode, read_payload
-from vlmrm_robots.trajectories.trajectory import open_folder, open_trajectory, trajectory_paths
+from vlmrm_robots.trajectories.trajectory import open_folder, open_trajectory
 
 h5py = pytest.importorskip("h5py")
 
@@ -134,23 +132,15 @@ def test_one_frame_that_is_named_a_thousand_times_is_refused(tmp_path):
     write_pkl(tmp_path / "t.pkl", observations=[{"main_images": frame}] * 1000, infos=[{"success": False}] * 1000)
     array = frame.numpy()
     write_pkl(tmp_path / "a.pkl", observations=[{"main_images": array}] * 1000, infos=[{"success": False}] * 1000)
-    np.save(tmp_path / "x.npy", {"images": {str(i): array for i in range(1000)}}, allow_pickle=True)  # ty: ignore
+    np.save(tmp_path / "x.npy", {"images": {str(i): array for i in range(1000)}, "labels": LABELS}, allow_pickle=True)  # ty: ignore
     for name, read in (
         ("x.pt", read_payload),
         ("t.pkl", read_episode),
         ("a.pkl", read_episode),
         ("x.npy", read_pickled),
     ):
-        with pytest.raises(DataError, match=rf"{name}.* more than {REPEATS} times"):
+        with pytest.raises(DataError, match=rf"{name}.* more than 16 times"):
             read(tmp_path / name)
-
-
-def test_frames_that_are_views_of_one_tensor_are_read(tmp_path):
-    video = torch.from_numpy(np.repeat(FRAMES, 10, 0))
-    infos = [{"success": False}] * len(video)
-    write_pkl(tmp_path / "0.pkl", observations=[{"main_images": frame} for frame in video], infos=infos)
-    trajectory, _ = read_episode(tmp_path / "0.pkl")
-    assert (trajectory.images["main_images"] == video.permute(0, 3, 1, 2).numpy()).all()
 
 
 def test_pictures_of_another_file_are_not_read(tmp_path):
@@ -195,34 +185,6 @@ def test_an_episode_that_says_nothing_of_success_is_not_taken_for_a_failure(tmp_
         read_episode(tmp_path / "0.pkl")
 
 
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {"labels": torch.zeros(2).bfloat16(), "images.cam": torch.zeros(2, 3, 4, 4, dtype=torch.uint8)},
-        {"labels": torch.zeros(2).to(torch.float8_e4m3fn), "images.cam": torch.zeros(2, 3, 4, 4, dtype=torch.uint8)},
-        {"labels": torch.zeros(0), "images.cam": torch.zeros(0, 3, 4, 4, dtype=torch.uint8)},
-        {"labels": torch.tensor([float("nan")]), "images.cam": torch.zeros(1, 3, 4, 4, dtype=torch.uint8)},
-        {"labels": torch.zeros(1), "images.a\nb": torch.zeros(1, 3, 4, 4, dtype=torch.uint8)},
-    ],
-)  # fmt: skip
-def test_a_trajectory_of_other_types_or_names_is_refused(tmp_path, tensors):
-    save_file(tensors, tmp_path / "x.safetensors")
-    with pytest.raises(DataError, match=r"x\.safetensors "):
-        open_trajectory(tmp_path / "x.safetensors")
-
-
-@pytest.mark.parametrize("name", ["", "a\nb", "\0", "\ud800"])
-def test_a_camera_whose_name_cannot_be_printed_is_refused(tmp_path, name):
-    content = {"images": {name: FRAMES.transpose(0, 3, 1, 2)}, "labels": LABELS}
-    (tmp_path / "raw").mkdir()
-    with open(tmp_path / "raw" / "0.npy", "wb") as file:
-        np.save(file, np.array(content, dtype=object), allow_pickle=True)
-    episodes = episodes_in(tmp_path / "raw", None)
-    with pytest.raises(DataError, match=r"letters that can be printed|cannot be read"):
-        import_episodes(episodes, tmp_path / "positive", tmp_path / "negative", "Toy")
-    assert not trajectory_paths(tmp_path / "positive")
-
-
 def test_the_good_files_of_a_folder_are_imported_beside_the_bad(tmp_path):
     raw, folders = tmp_path / "raw", (tmp_path / "positive", tmp_path / "negative")
     raw.mkdir()
@@ -237,6 +199,6 @@ def test_the_good_files_of_a_folder_are_imported_beside_the_bad(tmp_path):
     with pytest.raises(DataError, match=r"6 of 10 episodes were not imported .*beside 4 positive and 0 negative"):
         import_episodes(episodes_in(None, None, raw), *folders, "Toy")
     assert len(open_folder(folders[0])) == 4
-    with pytest.raises(DataError, match=r"6 of 10 .*4 were imported before"):
+    with pytest.raises(DataError, match=r"6 of 10 .*4 were there before"):
         import_episodes(episodes_in(None, None, raw), *folders, "Toy")
     assert len(open_folder(folders[0])) == 4

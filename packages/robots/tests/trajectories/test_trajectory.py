@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import stat
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from vlmrm.errors import ConfigError, DataError
-from vlmrm.files import write_file
-from vlmrm_robots.trajectories import trajectory
+from vlmrm.errors import DataError
 from vlmrm_robots.trajectories.trajectory import (
     Trajectory,
     find_trajectory,
@@ -49,15 +45,6 @@ def test_what_was_written_is_read_frame_by_frame(tmp_path):
             file.frame("wrist", 3)
 
 
-def test_a_file_may_be_read_by_whom_the_umask_lets(tmp_path):
-    before = os.umask(0o027)
-    try:
-        path = write_trajectory(tmp_path, Trajectory({"cam": frames(1)}, labels(1)))
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
-
-
 @pytest.mark.parametrize(
     ("values", "success_once", "positive"),
     [((0, 0.49), "false", False), ((0, 0.5), "false", True), ((0, 0), "true", True), ((0, 0), "", False)],
@@ -68,46 +55,24 @@ def test_a_success_or_success_once_makes_it_positive(tmp_path, values, success_o
     assert open_trajectory(write_trajectory(tmp_path, trajectory)).metadata["success_once"] == success_once
 
 
-def test_a_folder_that_another_process_writes_to_is_known_without_listing_it_again(tmp_path, monkeypatch):
+def test_files_are_numbered_found_and_counted(tmp_path):
     def write(unique: str) -> str:
         return write_trajectory(tmp_path, Trajectory({"cam": frames(1)}, labels(1)), unique).name
 
-    assert write("a") == "000000_a.safetensors"
-    listings, listdir = [], os.listdir
-    monkeypatch.setattr(os, "listdir", lambda folder: (listings.append(folder), listdir(folder))[1])
-    other = trajectory._Names(tmp_path)  # of another process
-    other.refresh()
-    write_file(tmp_path / other.add("b"), (tmp_path / "000000_a.safetensors").read_bytes())
-    listings.clear()
-    assert find_trajectory(tmp_path, "b") == tmp_path / "000001_b.safetensors"
-    assert write("c") == "000002_c.safetensors" and not listings
-    monkeypatch.setattr(
-        trajectory, "trajectory_paths", lambda folder: (listings.append(folder), [*folder.glob("*_*")])[1]
-    )
-    assert not holds(tmp_path, 4) and not listings
-    assert holds(tmp_path, 3)
-    (tmp_path / "000001_b.safetensors").unlink()
-    assert find_trajectory(tmp_path, "b") is None
-    assert holds(tmp_path, 2) and not holds(tmp_path, 3)
+    names = [write(unique) for unique in "abc"]
+
+    assert names == ["000000_a.safetensors", "000001_b.safetensors", "000002_c.safetensors"]
+    assert find_trajectory(tmp_path, "b") == tmp_path / names[1] and find_trajectory(tmp_path, "d") is None
+    assert holds(tmp_path, 3) and not holds(tmp_path, 4)
+    (tmp_path / names[1]).unlink()
+    assert find_trajectory(tmp_path, "b") is None and holds(tmp_path, 2) and not holds(tmp_path, 3)
+    assert find_trajectory(tmp_path / "nowhere", "a") is None
 
 
 def test_floats_are_stored_to_the_nearest_byte_and_read_in_the_unit_interval():
     stored = to_uint8(np.array([0, 0.5, 1]), "these")
     assert stored.tolist() == [0, 128, 255] and stored.dtype == np.uint8
     assert to_unit(stored).tolist() == pytest.approx([0, 128 / 255, 1]) and to_unit(stored).dtype == np.float32
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (np.array([0.5, 1.5, -1, np.nan]), r"these have 3 of 4 values outside \[0, 1\]"),
-        (np.array([0.0, 255.0]), r"these have 1 of 2 values outside \[0, 1\], from 0 to 255"),
-        (np.array([1, 2]), "these are int64"),
-    ],
-)
-def test_frames_outside_the_unit_interval_are_refused(values, message):
-    with pytest.raises(DataError, match=message):
-        to_uint8(values, "these")
 
 
 GOOD = {"images.cam": frames(2), "labels": labels(0, 1)}
@@ -138,15 +103,6 @@ def test_what_is_no_trajectory_is_named(tmp_path, tensors, metadata, message):
     assert str(path) in str(refused.value)
 
 
-def test_corrupted_files_of_a_folder_are_counted_and_named(tmp_path):
-    paths = [write_trajectory(tmp_path, Trajectory({"cam": frames(2)}, labels(0, 1))) for _ in range(4)]
-    paths[1].write_bytes(paths[1].read_bytes()[:-5])
-    paths[3].write_bytes(b"")
-    with pytest.raises(DataError, match="2 of 4 files") as refused:
-        open_folder(tmp_path)
-    assert all(paths[i].name in str(refused.value) for i in (1, 3)) and "is corrupted" in str(refused.value)
-
-
 def test_missing_files_and_empty_folders_are_named(tmp_path):
     with pytest.raises(DataError, match=r"there is no trajectory .*nowhere"):
         open_trajectory(tmp_path / "nowhere")
@@ -155,18 +111,5 @@ def test_missing_files_and_empty_folders_are_named(tmp_path):
     with pytest.raises(DataError, match=r"there is no folder .*nowhere"):
         open_folder(tmp_path / "nowhere")
     write_trajectory(tmp_path / "positive", Trajectory({"cam": frames(1)}, labels(1)))
-    with pytest.raises(DataError, match="but in its folders positive: name one of them"):
+    with pytest.raises(DataError, match="but in its folders positive"):
         open_folder(tmp_path)
-
-
-def test_a_trajectory_that_is_none_is_not_written(tmp_path):
-    for images, values in (({"cam": frames(2)}, labels(1)), ({}, labels(1)), ({"cam": frames(1) / 255}, labels(1))):
-        with pytest.raises(DataError):
-            write_trajectory(tmp_path, Trajectory(images, values))
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"file cannot be written \(File exists\)"):
-        write_trajectory(tmp_path / "file", Trajectory({"cam": frames(1)}, labels(1)))

@@ -24,7 +24,6 @@ from vlmrm_robots.frames.classifier import ClassifierConfig, FrameClassifier, cl
 from vlmrm_robots.frames.foreign_classifiers import from_resnet_reward_model, is_resnet_reward_model, read_lerobot
 
 KERNEL = re.compile(r"encoders\.([^.]+)\.pooling_layer\.kernel$")
-REFERENCE = "reference."  # before the names of tensors of earlier versions, which say nothing of the model
 UNUSED = re.compile(r"encoders\.[^.]+\.resnet_backbone\.fc\.")  # torchvision's head, which RLinf's files hold
 
 
@@ -62,7 +61,6 @@ def load_classifier(
     described = not path.is_dir() and not is_torch_file(path) and not is_resnet_reward_model(weights)
     if described:
         config = read_config(path)
-        weights = {name: value for name, value in weights.items() if not name.startswith(REFERENCE)}
     elif path.is_dir():
         config, weights = read_lerobot(path)
     elif is_resnet_reward_model(weights):
@@ -70,12 +68,8 @@ def load_classifier(
     else:
         weights = {name: value for name, value in plain_weights(path, weights).items() if not UNUSED.match(name)}
         config = _infer_config(path, weights, image_size)
-    # On the meta device, a config takes no memory for sizes that it merely claims before they are the weights'.
-    try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            model = FrameClassifier(config)
-    except RuntimeError as error:
-        raise CheckpointError(f"{path} has a config of impossible sizes ({first_line(error)}).") from error
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):  # no memory for sizes that a config merely claims
+        model = FrameClassifier(config)
     load_exactly(model, weights, str(path))
     model = model.to(parse_device(device)).to(memory_format=torch.channels_last)  # faster convolutions
     return LoadedClassifier(model.eval().requires_grad_(False), config, described, path)

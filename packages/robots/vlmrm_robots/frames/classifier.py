@@ -34,7 +34,6 @@ LAYERS = {
 }
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-FEATURES = "encoded."  # among the inputs of a classifier: what `encode` returned; no camera's name has a dot
 
 
 class ClassifierConfig(BaseModel):
@@ -70,8 +69,6 @@ class ClassifierConfig(BaseModel):
             raise ValueError("a camera is named twice")
         if unusable := [key for key in keys if not key or "." in key]:  # a key of nn.ModuleDict has no dot
             raise ValueError(f"{unusable[0]!r} is no name of a camera: it needs letters and no dot")
-        if taken := [key for key in keys if hasattr(nn.ModuleDict(), key)]:
-            raise ValueError(f"{taken[0]!r} is no name of a camera: torch uses it itself")
         return keys
 
     @field_validator("image_size")
@@ -123,28 +120,17 @@ class FrameClassifier(nn.Module):
                 encoder.resnet_backbone.requires_grad_(False)
 
     def forward(self, images: Mapping[str, Tensor]) -> Tensor:
-        """Return the logits [B] of float images [B,C,H,W] in [0, 1] by camera, or of their `FEATURES`."""
-        return self.decide(images[FEATURES] if FEATURES in images else self.encode(images))
-
-    def encode(self, images: Mapping[str, Tensor]) -> Tensor:
-        """Return the feature maps [B, cameras, channels, h, w], which are constant with a frozen encoder."""
-        maps = []
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.spec.freeze_encoder):
-            for key, encoder in zip(self.spec.image_keys, self._encoders(), strict=True):
-                if key not in images:
-                    raise ConfigError(
-                        f"the classifier looks at {list(self.spec.image_keys)}, and the images are {list(images)}."
-                    )
-                size = list(images[key].shape[1:])
-                if size != list(self.spec.image_size):
-                    raise ConfigError(
-                        f"the classifier is for frames {list(self.spec.image_size)}, and those of {key} are {size}."
-                    )
-                maps.append(encoder.resnet_backbone((images[key].to(self.mean.dtype) - self.mean) / self.std))
-        return torch.stack(maps, dim=1)
-
-    def decide(self, encoded: Tensor) -> Tensor:
-        features = [encoder.pool(encoded[:, i]) for i, encoder in enumerate(self._encoders())]
+        """Return the logits [B] of float images [B,C,H,W] in [0, 1] by camera."""
+        features = []
+        for key, encoder in zip(self.spec.image_keys, self._encoders(), strict=True):
+            if key not in images:
+                looked = f"the classifier looks at {list(self.spec.image_keys)}"
+                raise ConfigError(f"{looked}, and the images are {list(images)}.")
+            size = list(images[key].shape[1:])
+            if size != list(self.spec.image_size):
+                wanted = f"the classifier is for frames {list(self.spec.image_size)}"
+                raise ConfigError(f"{wanted}, and those of {key} are {size}.")
+            features.append(encoder((images[key].to(self.mean.dtype) - self.mean) / self.std))
         return self.classifier(torch.cat(features, dim=-1)).squeeze(-1)
 
     @property
@@ -190,7 +176,8 @@ class Encoder(nn.Module):
             nn.Tanh(),
         )
 
-    def pool(self, feature_map: Tensor) -> Tensor:
+    def forward(self, frames: Tensor) -> Tensor:
+        feature_map = self.resnet_backbone(frames)
         if self.pooling == "average":
             return feature_map.mean((2, 3))
         if self.pooling == "mean":

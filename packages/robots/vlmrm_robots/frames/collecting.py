@@ -64,16 +64,8 @@ def collect(settings: CollectSettings) -> Collected:
         autoreset_mode=AutoresetMode.DISABLED,
     )
     policy = _policy_of(settings)
-    limits = (data.max_positive_trajectories, data.max_negative_trajectories)
-    collector = RewardDataCollector(
-        env,
-        data.positive_dir,
-        data.negative_dir,
-        reward.image_keys,
-        *limits,
-        environment=settings.env,
-        metadata=_declared(settings),
-    )
+    options: Any = {**data.folders(), "environment": settings.env, "metadata": _declared(settings)}
+    collector = RewardDataCollector(env, image_keys=reward.image_keys, **options)
     started = time.perf_counter()
     with closing(collector), tqdm(total=len(seeds), desc=settings.env, unit="episode", disable=None) as bar:
         if seeds and not collector.full:

@@ -18,16 +18,12 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vlmrm.errors import ConfigError, DataError, Preempted
 from vlmrm.files import make_folder
-from vlmrm_robots.frames.images import as_array, check_one_size, fitted_images, images_of, value_of
+from vlmrm_robots.frames.images import Views, as_array, value_of
 from vlmrm_robots.frames.settings import Crop
-from vlmrm_robots.trajectories.trajectory import Trajectory, digest, find_trajectory, holds, locked, write_trajectory
+from vlmrm_robots.trajectories.trajectory import Trajectory, holds, locked, write_trajectory
 
 logger = logging.getLogger("vlmrm")
 
-DUPLICATE = (
-    "%s has this episode of seed %s, frame for frame, and so it is not stored again: give processes that share "
-    "folders different seeds."
-)
 LABELS = ("success", "success_frame", "is_success")  # in info; the first that is present counts
 LabelledFrame = tuple[dict[str, np.ndarray], float]  # one state's frames uint8 [C,H,W] by camera, and its label
 
@@ -46,25 +42,16 @@ class _Episode:
 class RewardDataCollector(VectorWrapper):
     """Writes every episode of a vector environment as a trajectory, into the positive or the negative folder.
 
-    The wrapped environment shows images in `info` or in its observation (see `frames.images`), uint8 or floats in
-    [0, 1], and says in `info` whether the state is a `success`. One that takes k steps at once returns images
-    [k,C,H,W] and labels [k]; with terminations [N,k] an episode may end within them. A reset's frame is kept if it has
-    a label. An episode is positive if a frame of it is a success, or if `info` has `success_once`. Its last frame is
-    its own, whichever autoreset mode starts the next.
-
-    Trajectories of other processes count against the limits too. An unfinished episode that shows a success is written
-    when the collector is closed, when the program ends, and at SIGTERM, unless the program handles that itself; one
-    without is dropped, for it might still have succeeded. The metadata of trajectories say whether they have `ended`.
+    The wrapped environment has an `autoreset_mode` in its metadata, shows images in `info` or in its observation (see
+    `frames.images`), and says in `info` whether the state is a `success`. One that takes k steps at once returns
+    images [k,C,H,W] and labels [k]; with terminations [N,k] an episode may end within them. A reset's frame is kept if
+    it has a label. An unfinished episode that shows a success is written when the collector is closed, when the
+    program ends, and at SIGTERM, unless the program handles that itself; one without is dropped.
 
     Args:
-        env: any vector environment with an `autoreset_mode` in its metadata.
-        max_positive_trajectories: the most in the folder of positive trajectories; None is no limit.
-        collect_data: False makes the wrapper transparent.
-        environment: name of the environment in the trajectories. Default: its registered name.
+        max_positive_trajectories: the most in that folder, whoever wrote them.
         metadata: what else the trajectories say.
-        image_size: [C,H,W] to which frames are scaled. Default: they are kept as they are.
-        crop: the part of a camera's frame that is kept, which the trajectories say; not of an environment whose
-            metadata say that it crops.
+        crop: not of an environment whose metadata say that it crops.
     """
 
     def __init__(
@@ -82,8 +69,6 @@ class RewardDataCollector(VectorWrapper):
         crop: Crop | None = None,
     ):
         super().__init__(env)
-        if not image_keys:
-            raise ConfigError("image_keys is empty: name the cameras to collect.")
         if Path(positive_dir).resolve() == Path(negative_dir).resolve():
             raise ConfigError(f"positive_dir and negative_dir are both {positive_dir}: name two folders.")
         self.written: dict[bool, list[Path]] = {True: [], False: []}  # by whether they are positive
@@ -92,11 +77,11 @@ class RewardDataCollector(VectorWrapper):
         self._full: set[bool] = set()
         self._keys = list(image_keys)
         self._collect = collect_data
-        self._size, self._crop = image_size, crop or {}
+        self._crop = crop or {}
+        self._views = Views(self._keys, image_size, self._crop)
         self._shown: Crop = env.metadata.get("crop", {})  # what the environment itself has cropped
         if self._shown and self._crop:
             raise ConfigError("crop is given, and the environment crops its frames itself: leave one out.")
-        self._sizes: dict[str, tuple[int, ...]] = {}  # of the cameras' frames, before they are fitted
         self._notes = dict(metadata or {})
         self._name = environment or (type(env.unwrapped).__name__ if env.spec is None else env.spec.id)
         self._mode = autoreset_mode(env)
@@ -126,7 +111,7 @@ class RewardDataCollector(VectorWrapper):
                 env_seed = seed + int(i) if isinstance(seed, int) else None if seed is None else seed[i]
                 if env_seed is not None:
                     self._episodes[i] = _Episode(0, env_seed)
-                self._add_reset(i, observation_of(i, observation), info)
+                self._add(i, self._labelled(i, observation_of(i, observation), info))
             self._starting[mask] = False
         return observation, info
 
@@ -138,11 +123,11 @@ class RewardDataCollector(VectorWrapper):
                 shown = observation_of(i, observation)
                 if self._starting[i]:  # next-step mode: this step was a reset
                     self._starting[i] = False
-                    self._add_reset(i, shown, info)
+                    self._add(i, self._labelled(i, shown, info))
                 elif self._mode is AutoresetMode.SAME_STEP and np.any(ended[i]):  # the next episode's first is shown
                     self._add_step(i, *final_state(i, info), ended=False)
                     self._finish(i)
-                    self._add_reset(i, shown, info)
+                    self._add(i, self._labelled(i, shown, info))
                 else:
                     self._add_step(i, shown, info, ended[i])
                     self._starting[i] = self._mode is AutoresetMode.NEXT_STEP and np.atleast_1d(ended[i])[-1]
@@ -166,9 +151,6 @@ class RewardDataCollector(VectorWrapper):
 
     # One environment -------------------------------------------------------------------------------------------------
 
-    def _add_reset(self, i: int, observation: Any, info: Mapping[str, Any]) -> None:
-        self._append(i, self._labelled(i, observation, info))
-
     def _add_step(self, i: int, observation: Any, info: Mapping[str, Any], ended: Any) -> None:
         """Buffer the frames of a step, and write the buffer after each that ended an episode."""
         frames = self._labelled(i, observation, info)
@@ -181,7 +163,7 @@ class RewardDataCollector(VectorWrapper):
         if len(ends) != len(frames):
             raise DataError(f"environment {i} showed {len(frames)} states, and says of {len(ends)} if they are last.")
         for frame, end in zip(frames, ends, strict=True):
-            self._append(i, [frame])
+            self._add(i, [frame])
             if end:
                 self._finish(i)
 
@@ -190,16 +172,10 @@ class RewardDataCollector(VectorWrapper):
         labels = _labels_of(i, info, self.num_envs)
         if labels is None:
             return []
-        images = images_of(i, self._keys, observation, info, self.num_envs)
-        for key, frames in images.items():
-            if len(frames) != len(labels):
-                counts = f"{len(frames)} frames of {key!r} with {len(labels)} labels"
-                raise DataError(f"environment {i} showed {counts}: each frame needs that of the state that it shows.")
-        check_one_size(f"environment {i}", images, self._sizes)
-        images = fitted_images(images, self._size, self._crop)
+        images = self._views.of(i, observation, info, self.num_envs, len(labels))
         return [({key: images[key][t] for key in self._keys}, float(labels[t])) for t in range(len(labels))]
 
-    def _append(self, i: int, frames: list[LabelledFrame]) -> None:
+    def _add(self, i: int, frames: list[LabelledFrame]) -> None:
         if not self._episodes[i].discarded:
             self._episodes[i].frames += frames
 
@@ -225,14 +201,10 @@ class RewardDataCollector(VectorWrapper):
         positive = trajectory.positive
         if not (ended or positive):
             return
-        # Only a seed makes another process play the same episode: without one, equal frames are a coincidence.
-        unique = None if episode.seed is None else digest(images, trajectory.labels, metadata.values())
         folder = self._folders[positive]
-        with locked(folder):  # another process may fill the folder, or store the same episode
-            if unique and (stored := find_trajectory(folder, unique)):
-                logger.warning(DUPLICATE, stored, episode.seed)
-            elif self._has_room(positive):
-                self.written[positive].append(write_trajectory(folder, trajectory, unique))
+        with locked(folder):  # another process may fill the folder
+            if self._has_room(positive):
+                self.written[positive].append(write_trajectory(folder, trajectory))
                 self._has_room(positive)  # logs that the folder is full
 
     def _has_room(self, positive: bool) -> bool:
@@ -247,11 +219,10 @@ class RewardDataCollector(VectorWrapper):
 def autoreset_mode(env: VectorEnv) -> AutoresetMode:
     """Return how an environment starts the next episode; ConfigError if its metadata does not say."""
     try:
-        return AutoresetMode(env.metadata["autoreset_mode"])
-    except (KeyError, ValueError) as error:
-        modes = ", ".join(mode.value for mode in AutoresetMode)
+        return AutoresetMode(env.metadata.get("autoreset_mode"))
+    except ValueError as error:
         said = f"{type(env.unwrapped).__name__} does not say how it starts a new episode"
-        raise ConfigError(f"{said}: set metadata['autoreset_mode'] to one of {modes}.") from error
+        raise ConfigError(f"{said}: set metadata['autoreset_mode'] to an AutoresetMode.") from error
 
 
 def reset_mask(count: int, options: Mapping[str, Any] | None) -> np.ndarray:

@@ -1,16 +1,15 @@
-"""Labelled frames of two folders of trajectories: their index, the training and validation split, and batches."""
+"""Labelled frames of two folders of trajectories: their index, the training and validation split."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm_robots.frames.settings import Crop
@@ -37,6 +36,10 @@ class FrameIndex:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def __getitem__(self, numbers: Sequence[int]) -> Inputs:
+        """Read a batch of frames by their numbers, with its `labels`."""
+        return {**self.images(numbers), "labels": torch.from_numpy(self.labels[numbers])}
 
     @property
     def environment(self) -> str | None:
@@ -129,8 +132,7 @@ def outline_of(file: TrajectoryFile, keys: Sequence[str]) -> str:
 def split(index: FrameIndex, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the training and of the validation frames; no trajectory has frames in both.
 
-    The split is stratified: `fraction` of the trajectories with a success is held out, at least one, and as large a
-    share of those without.
+    `fraction` of the trajectories with a success is held out, at least one, and as large a share of those without.
     """
     if not 0 < fraction < 1:
         raise ConfigError(f"val_fraction is {fraction}: a share between 0 and 1 is held out.")
@@ -150,29 +152,3 @@ def split(index: FrameIndex, fraction: float, seed: int) -> tuple[np.ndarray, np
                 f"frames without {'successes' if 1 not in labels else 'failures'}: collect more trajectories."
             )
     return np.flatnonzero(~validation), np.flatnonzero(validation)
-
-
-# Batches -------------------------------------------------------------------------------------------------------------
-
-
-class FrameBatches(Dataset):
-    """Batches of frames by their numbers, each read at once by `read`, which returns the model's inputs for them."""
-
-    def __init__(
-        self, read: Callable[[Sequence[int]], Inputs], labels: np.ndarray, numbers: np.ndarray, batch_size: int
-    ):
-        self.read, self.labels = read, labels
-        self.batches = [numbers[start : start + batch_size] for start in range(0, len(numbers), batch_size)]
-
-    def __getitem__(self, index: int) -> Inputs:
-        numbers = self.batches[index]
-        return {**self.read(numbers.tolist()), "labels": torch.from_numpy(self.labels[numbers])}
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
-def class_weights(labels: np.ndarray) -> np.ndarray:
-    """Return the weights of a failure and of a success by which both classes of labels[N] weigh N / 2."""
-    share = labels.mean()
-    return np.array([0.5 / (1 - share), 0.5 / share])

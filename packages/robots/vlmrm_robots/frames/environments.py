@@ -26,7 +26,7 @@ from vlmrm.plugins import imported_function, imported_module
 from vlmrm.settings import did_you_mean
 from vlmrm_robots import FRAMES
 from vlmrm_robots.frames.collector import LABELS
-from vlmrm_robots.frames.images import as_array, cameras, check_one_size, fitted_images, images_of
+from vlmrm_robots.frames.images import Views, as_array, cameras
 from vlmrm_robots.frames.settings import IMAGE_KEY, IMAGE_SIZE, RENDER, Crop
 from vlmrm_robots.frames.simulators import SIMULATORS, Simulator
 from vlmrm_robots.trajectories.trajectory import listed
@@ -58,12 +58,10 @@ def make_environments(
     """Return `count` environments; environment i is first reset with `seed` + i. See `EnvironmentSettings`.
 
     Args:
-        image_size: [C,H,W] to which frames are scaled, with one channel for grey.
         keys: the cameras. The only one of an environment whose observations have no images is its drawing, and so is
             `render` beside others. If empty, nothing is shown.
         flat: makes one vector of observations with several parts, without images.
-        stop_at_success: False continues episodes until `max_steps`, so that more of their frames show the task done,
-            where the simulator has a success of its own; others may not be stepped after their end.
+        stop_at_success: False continues episodes until `max_steps`, where the simulator has a success of its own.
         action_repeat: steps for each action, which end early at a success; the states between are not shown.
     """
     simulator = SIMULATORS.get(name, Simulator())
@@ -148,19 +146,15 @@ def _flattened(env: gym.Env, name: str) -> gym.Env:
         if isinstance(space, gym.spaces.Dict):
             parts += space.values()
         elif space.dtype == np.uint8 and len(space.shape or ()) > 1:
-            raise ConfigError(f"the observations of {name} have images, and observe is state: observe images.")
+            raise ConfigError(f"the observations of {name} have images, and policies observe states.")
     return gym.wrappers.FlattenObservation(env) if len(parts) > 1 else env
 
 
 class LabelledEnv(gym.Wrapper):
     """Adds to `info` the true `success` of each state, if it is known, and frames uint8 [C,H,W] by camera.
 
-    Args:
-        success: whether the task is done in the present state; None leaves it to the `DeclaredSuccess` within, whose
-            episodes end where the environment ends them.
-        stop_at_success: end the episode at a success; otherwise it goes on, even if the simulator would end it there.
-        action_repeat: steps for each action, fewer if one leads to a success or ends the episode.
-        seed: of the first reset, unless it has one; later ones continue the random numbers.
+    Without `success`, a function of the present state, it is that of the `DeclaredSuccess` within, whose episodes end
+    where the environment ends them. The first reset has the `seed`; later ones continue the random numbers.
     """
 
     def __init__(
@@ -178,8 +172,8 @@ class LabelledEnv(gym.Wrapper):
         super().__init__(env)
         self._success, self._past_end = success or _declared, success is not None
         self._stop, self._repeat = stop_at_success, action_repeat
-        self._keys, self._size, self._crop, self._seed = list(keys), size, crop, seed
-        self._shown: dict[str, tuple[int, ...]] = {}  # the sizes of its frames before they are fitted
+        self._keys, self._seed = list(keys), seed
+        self._views = Views(self._keys, size, crop or {})
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         first, self._seed = self._seed, None
@@ -221,14 +215,10 @@ class LabelledEnv(gym.Wrapper):
                 raise ConfigError(f"{self.env} shows no images, nor draws one: make it with render_mode='rgb_array'.")
             info = {"images": {drawn: picture[None]}}
         try:
-            images = images_of(0, self._keys, observation, info, 1)
+            images = self._views.of(0, observation, info, name=str(self.env))
         except DataError as error:
-            raise DataError(f"{str(error).rstrip('.')}, of which {RENDER!r} is the environment's drawing.") from error
-        for key, frames in images.items():
-            if len(frames) != 1:
-                raise DataError(f"{self.env} shows {len(frames)} frames of {key!r} at once: show the last alone.")
-        check_one_size(str(self.env), images, self._shown)
-        return {key: frames[0] for key, frames in fitted_images(images, self._size, self._crop).items()}
+            raise DataError(f"{str(error).rstrip('.')} ({RENDER!r} is the environment's drawing).") from error
+        return {key: frames[0] for key, frames in images.items()}
 
 
 def _declared(env: gym.Env) -> bool | None:
@@ -282,20 +272,11 @@ def success_test(declaration: str) -> Callable[[Any, Any, Any, Any, Any], bool]:
 
 
 def _at(value: Any, path: str | None, declaration: str) -> Any:
-    """Return the value at a dotted path of keys and, in arrays, of positions; keys may have dots themselves."""
-    while path:
-        if isinstance(value, Mapping):
-            key = path if path in value else next((k for k in value if path.startswith(f"{k}.")), None)
-            if key is None:
-                has = f": choose from {listed(value)}." if value else ": it has no keys at all."
-                raise ConfigError(
-                    f"success is {declaration!r}, and there is no {path}{did_you_mean(path, value, has)}"
-                )
-            value, path = value[key], path[len(key) + 1 :]
-        else:
-            first, _, path = path.partition(".")
-            if not (first.isdecimal() and int(first) < (len(value) if np.ndim(value) else 0)):
-                shape = list(np.shape(value))
-                raise ConfigError(f"success is {declaration!r}, and {first} is no position in an array of {shape}.")
-            value = value[int(first)]
+    """Return the value at a dotted path of keys and, in arrays, of positions."""
+    for part in path.split(".") if path else ():
+        try:
+            value = value[part] if isinstance(value, Mapping) else value[int(part)]
+        except (LookupError, ValueError, TypeError) as error:
+            has = listed(value) if isinstance(value, Mapping) else f"an array of {list(np.shape(value))}"
+            raise ConfigError(f"success is {declaration!r}, and there is no {part}: choose from {has}.") from error
     return value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from scipy.special import logit
-from torch import Tensor
 from tqdm import tqdm
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.files import write_json
 from vlmrm_robots.frames.checkpoint import LoadedClassifier, save_classifier
 from vlmrm_robots.frames.classifier import FrameClassifier, model_input
-from vlmrm_robots.frames.dataset import FrameIndex, Inputs, index_folders, outline_of
+from vlmrm_robots.frames.dataset import FrameIndex, index_folders, outline_of
 from vlmrm_robots.frames.qualification import (
     MAX_FALSE_FIRES,
     MIN_PRECISION,
@@ -39,10 +38,6 @@ class Evaluation:
     metrics: dict[str, float]
     reason: str | None
     summary: str  # of the episodes, in words
-
-    @property
-    def qualified(self) -> bool:
-        return self.reason is None
 
     def __str__(self) -> str:
         return f"{self.summary}\n{in_words(self.metrics, self.threshold)}"
@@ -72,8 +67,7 @@ def evaluate(
     if left_out := len(index.files) - len(new):
         summary += f"; {left_out} episodes of its training are left out"
         index = FrameIndex(new, config.image_keys)
-    batches = encoded(loaded.model, index.images, range(len(index)))
-    logits = np.concatenate([loaded.model.decide(batch).double().cpu().numpy() for batch in batches])
+    logits = logits_of(loaded.model, index, range(len(index)))
     if not np.isfinite(logits).all():
         raise DataError(f"{path} scores {np.count_nonzero(~np.isfinite(logits))} frames with no finite number.")
     threshold = config.threshold if threshold is None else threshold
@@ -83,26 +77,27 @@ def evaluate(
 
 
 @torch.inference_mode()
-def encoded(
-    model: FrameClassifier, read: Callable[[Sequence[int]], Inputs], numbers: Sequence[int]
-) -> Iterator[Tensor]:
-    """Yield the encoder's outputs for frames in order; `read` returns their uint8 images."""
-    for start in tqdm(range(0, len(numbers), BATCH), desc="encoding frames", unit="batch", disable=None):
-        inputs = read(numbers[start : start + BATCH])
-        yield model.encode({key: model_input(frames, model.device) for key, frames in inputs.items()})
+def logits_of(model: FrameClassifier, index: FrameIndex, numbers: Sequence[int]) -> np.ndarray:
+    """Return the logits [N] of these frames of an index, float64."""
+    logits, model = [], model.eval()
+    for start in tqdm(range(0, len(numbers), BATCH), desc="scoring frames", unit="batch", disable=None):
+        images = index.images(numbers[start : start + BATCH])
+        scored = model({key: model_input(frames, model.device) for key, frames in images.items()})
+        logits.append(scored.double().cpu().numpy())
+    return np.concatenate(logits)
 
 
 def write_evaluation(evaluation: Evaluation, output: Path) -> None:
     """Write the figures and the verdict as JSON; null where nothing was counted."""
     metrics = {name: None if isnan(value) else value for name, value in evaluation.metrics.items()}
     content = {"classifier": str(evaluation.path), "threshold": evaluation.threshold, "metrics": metrics}
-    write_json(output, content | {"qualified": evaluation.qualified, "unqualified_because": evaluation.reason})
+    write_json(output, content | {"qualified": evaluation.reason is None, "unqualified_because": evaluation.reason})
 
 
 def record(evaluation: Evaluation, loaded: LoadedClassifier, output: Path) -> None:
     """Write the classifier with these figures, threshold and verdict in place of its own."""
     if output.exists() and (output != loaded.path or not loaded.described):
         raise ConfigError(f"{output} exists: name a new file, or the checkpoint itself if vlmrm wrote it.")
-    update = {"threshold": evaluation.threshold, "metrics": evaluation.metrics, "qualified": evaluation.qualified}
+    update = {"threshold": evaluation.threshold, "metrics": evaluation.metrics, "qualified": evaluation.reason is None}
     config = loaded.config.model_copy(update={**update, "unqualified_because": evaluation.reason})
     save_classifier(output, loaded.model, config)

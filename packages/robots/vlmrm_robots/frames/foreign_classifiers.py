@@ -1,9 +1,7 @@
 """Classifiers of others to and from a `FrameClassifier`: LeRobot's `reward_classifier` and the two of RLinf.
 
-LeRobot's is a folder with config.json and model.safetensors. All its cameras share one encoder, a ResNet of
-transformers or LeRobot's own resnet10, whose max pool is padded as JAX does; LeRobot trains the head alone. RLinf's
-document has a `BinaryRewardClassifier` with this project's names, and a layer besides that nothing uses;
-`ResNetRewardModel` of its main branch is a ResNet of torchvision, whose mean a small head reads: pooling `average`.
+LeRobot's has one encoder for all cameras, a ResNet of transformers or its own resnet10, whose max pool is padded as
+JAX does. RLinf's `BinaryRewardClassifier` has this project's names; `ResNetRewardModel` is a ResNet of torchvision.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from scipy.special import expit
 from torch import Tensor
 
-from vlmrm.errors import CheckpointError, ConfigError, DataError
+from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm_robots.frames.checkpoint import LoadedClassifier, load_classifier
 from vlmrm_robots.frames.classifier import ClassifierConfig, model_input
 from vlmrm_robots.frames.collector import autoreset_mode, final_state, observation_of, reset_mask
-from vlmrm_robots.frames.images import as_array, check_one_size, fitted_images, images_of
+from vlmrm_robots.frames.images import Views, as_array
 from vlmrm_robots.frames.settings import RewardModelSettings
 from vlmrm_robots.trajectories.trajectory import to_uint8
 
@@ -32,17 +32,10 @@ class FrameReward(VectorWrapper):
 
         reward = reward_weight · learned + env_reward_weight · environment's
 
-    At an episode's end that is its true last frame, whichever autoreset mode hides it; a step that only starts an
-    episode has the learned reward 0. All frames of a step are one batch. `info` gets `frame_probability` [N], without
-    smoothing, `frame_reward` [N], without its weight, and `env_reward` [N]. With `end_at_success` an episode ends
-    where the classifier sees its success.
-
-    Args:
-        env: a vector environment with an `autoreset_mode` in its metadata that shows images as `RewardDataCollector`
-            takes them, one of each camera in a step. Those of another size than the classifier's are scaled as
-            `vlmrm frames collect` scales them.
-        settings: see `RewardModelSettings`.
-        scorer: the opened classifier, for several wrappers to share.
+    At an episode's end that is its true last frame; a step that only starts an episode has the learned reward 0.
+    `info` gets `frame_probability` [N], `frame_reward` [N], without its weight, and `env_reward` [N]. The environment
+    has an `autoreset_mode` in its metadata, and shows images as `RewardDataCollector` takes them, one in a step.
+    Several wrappers may share a `scorer`.
     """
 
     def __init__(self, env: VectorEnv, settings: RewardModelSettings, scorer: FrameScorer | None = None):
@@ -52,23 +45,19 @@ class FrameReward(VectorWrapper):
             _refuse_unqualified(scorer.config, settings, scorer.path)
         self.scorer = scorer or FrameScorer.open(settings)
         config, shown = self.scorer.config, env.metadata.get("crop")
-        self._keys, self._size = config.image_keys, config.image_size
         if shown not in (None, config.crop):
             trained = config.crop or "whole frames"
             raise ConfigError(f"the environment shows the crop {shown}, and the classifier was trained on {trained}.")
-        self._crop = config.crop if shown is None else {}  # it may have cropped them itself
+        crop = config.crop if shown is None else {}  # it may have cropped them itself
+        self._views = Views(config.image_keys, config.image_size, crop)
         self._mode = autoreset_mode(env)
-        if settings.end_at_success and self._mode is not AutoresetMode.DISABLED:
-            raise ConfigError("end_at_success ends episodes: make it with autoreset_mode=AutoresetMode.DISABLED.")
         self._starting = np.zeros(env.num_envs, dtype=bool)  # the environments whose next step is a reset
-        self._sizes: dict[str, tuple[int, ...]] = {}  # of the frames shown
-        self._window = np.full((env.num_envs, settings.smoothing), np.nan)  # the latest probabilities of each episode
         self._streak = np.zeros(env.num_envs, dtype=np.int64)  # successes in a row up to now
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         mask = reset_mask(self.num_envs, options)
         observation, info = self.env.reset(seed=seed, options=options)
-        self._window[mask], self._streak[mask], self._starting[mask] = np.nan, 0, False
+        self._streak[mask], self._starting[mask] = 0, False
         return observation, info
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
@@ -76,19 +65,11 @@ class FrameReward(VectorWrapper):
         settings = self.settings
         ended = np.logical_or(as_array(terminations), as_array(truncations))
         probability = self.scorer.probabilities(self._images(observation, info, ended))
-        self._window = np.roll(self._window, 1, axis=1)
-        self._window[:, 0] = probability
-        smooth = np.nanmean(self._window, axis=1)  # NaN stands for the frames before the episode's first
-        self._streak = np.where(smooth > self.scorer.config.threshold, self._streak + 1, 0)
-        succeeded = self._streak >= settings.hold
-        if settings.end_at_success:
-            terminations = np.logical_or(as_array(terminations), succeeded)
-            ended |= terminations
+        self._streak = np.where(probability > self.scorer.config.threshold, self._streak + 1, 0)
         rewarded = ended if settings.reward_mode == "terminal" else np.ones_like(ended)
-        seen = succeeded.astype(np.float64) if settings.reward_type == "binary" else smooth
+        seen = probability if settings.reward_type == "continuous" else (self._streak >= settings.hold).astype(float)
         learned = np.where(rewarded & ~self._starting, seen, 0.0)
-        begun = ended | self._starting
-        self._window[begun], self._streak[begun] = np.nan, 0
+        self._streak[ended | self._starting] = 0
         self._starting = ended & (self._mode is AutoresetMode.NEXT_STEP)
         reward = settings.reward_weight * learned
         if settings.env_reward_weight:  # not 0 times a NaN
@@ -103,14 +84,8 @@ class FrameReward(VectorWrapper):
         scaled = []
         for i in range(self.num_envs):
             state = final_state(i, info) if same_step and ended[i] else (observation_of(i, observation), info)
-            images = images_of(i, self._keys, *state, self.num_envs)
-            for key, frames in images.items():
-                if len(frames) != 1:
-                    counted = f"{len(frames)} frames of {key!r}"
-                    raise DataError(f"environment {i} showed {counted} in a step: a reward is of one.")
-            check_one_size(f"environment {i}", images, self._sizes)
-            scaled.append(fitted_images(images, self._size, self._crop))
-        return {key: np.concatenate([images[key] for images in scaled]) for key in self._keys}
+            scaled.append(self._views.of(i, *state, self.num_envs))
+        return {key: np.concatenate([images[key] for images in scaled]) for key in self._views.keys}
 
 
 class FrameScorer:

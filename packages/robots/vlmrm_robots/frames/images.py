@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -127,17 +128,28 @@ def fitted(frames: np.ndarray, size: Sequence[int] | None, crop: Sequence[float]
     return np.stack([np.asarray(picture).reshape(height, width, channels).transpose(2, 0, 1) for picture in pictures])
 
 
-def check_one_size(shown: str, images: Mapping[str, np.ndarray], sizes: dict[str, tuple[int, ...]]) -> None:
-    """Raise DataError where a camera's frames differ in size from those before, which `sizes` keeps."""
-    for key, frames in images.items():
-        first = sizes.setdefault(key, frames.shape[1:])
-        if frames.shape[1:] != first:
-            sizes_shown = f"{list(frames.shape[1:])} after {list(first)}"
-            raise DataError(f"{shown} shows {key!r} as {sizes_shown}: an episode has frames of one size.")
+@dataclass
+class Views:
+    """The frames of some cameras, cut to a `crop` and scaled to a `size`; those of an episode are of one size."""
 
+    keys: Sequence[str]
+    size: Sequence[int] | None
+    crop: Crop
+    shown: dict[str, tuple[int, ...]] = field(default_factory=dict)  # the size of each camera's, before
 
-def fitted_images(
-    images: Mapping[str, np.ndarray], size: Sequence[int] | None, crop: Crop | None
-) -> dict[str, np.ndarray]:
-    """Return the frames of each camera, `fitted`."""
-    return {key: fitted(frames, size, (crop or {}).get(key), f"the images {key!r}") for key, frames in images.items()}
+    def of(
+        self, i: int, observation: Any, info: Mapping[str, Any], count: int = 1, states: int = 1, name: str = ""
+    ) -> dict[str, np.ndarray]:
+        """Return the frames of environment `i` by camera, one of each state of a step, as `images_of` finds them."""
+        name, fit = name or f"environment {i}", {}
+        for key, frames in images_of(i, self.keys, observation, info, count).items():
+            if len(frames) != states:
+                raise DataError(
+                    f"{name} showed {len(frames)} frames of {key!r} for {states} states: show one of each."
+                )
+            first = self.shown.setdefault(key, frames.shape[1:])
+            if frames.shape[1:] != first:
+                sizes = f"{list(frames.shape[1:])} after {list(first)}"
+                raise DataError(f"{name} shows {key!r} as {sizes}: an episode has frames of one size.")
+            fit[key] = fitted(frames, self.size, self.crop.get(key), f"the images {key!r}")
+        return fit

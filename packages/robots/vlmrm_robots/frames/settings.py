@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,19 @@ Crop = dict[str, tuple[float, float, float, float]]  # [left, top, right, bottom
 IMAGE_KEY = "base_camera"  # the default name of the only camera
 RENDER = "render"  # the camera that is the environment's own drawing
 IMAGE_SIZE: Size = (3, 64, 64)
+
+
+def check_same(before: Mapping[str, Any], now: Mapping[str, Any], refusal: str) -> None:
+    """Raise ConfigError, `refusal` about the settings that are not as before."""
+    if differing := [name for name in {**before, **now} if before.get(name) != now.get(name)]:
+        raise ConfigError(
+            refusal.format(", ".join(f"{name} {before.get(name)!r}, not {now.get(name)!r}" for name in differing))
+        )
+
+
+def _option(description: str, default: Any = ..., **bounds: Any) -> Any:
+    """Return a field of which `--help` prints the description."""
+    return Field(default, description=description, **bounds)
 
 
 class RewardModelSettings(Strict):
@@ -39,9 +53,7 @@ class RewardModelSettings(Strict):
     reward_weight: float = 1.0  # factor of the learned reward in the sum
     env_reward_weight: float = 0.0  # factor of the environment's own reward
     threshold: float | None = Field(None, ge=0, le=1)  # of a success, in place of the checkpoint's
-    smoothing: int = Field(1, ge=1)  # the probability is the mean over this many last frames of the episode
     hold: int = Field(1, ge=1)  # a binary reward needs this many successes in a row
-    end_at_success: bool = False  # an episode terminates where the classifier sees a success
     accept_unqualified: bool = False  # use a classifier even if its held-out figures do not qualify it
     device: str | None = None  # default: the GPU if there is one
 
@@ -55,12 +67,16 @@ class RewardModelSettings(Strict):
 class DataCollectionSettings(Strict):
     """`data_collection`: the arguments of `RewardDataCollector`."""
 
-    positive_dir: Path = Path("./reward_data/positive")
-    negative_dir: Path = Path("./reward_data/negative")
-    image_keys: list[str] | None = Field(None, min_length=1)  # default: those of reward_model
-    max_positive_trajectories: int | None = Field(None, ge=0)  # None: no limit
-    max_negative_trajectories: int | None = Field(None, ge=0)
+    positive_dir: Path = _option("Folder of episodes with a success.", Path("./reward_data/positive"))
+    negative_dir: Path = _option("Folder of the others.", Path("./reward_data/negative"))
+    image_keys: list[str] | None = _option("Names of the cameras. Default: those of reward_model.", None, min_length=1)
+    max_positive_trajectories: int | None = _option("Limit of positive_dir.", None, ge=0)
+    max_negative_trajectories: int | None = _option("Limit of negative_dir.", None, ge=0)
     crop: Crop = Field(default_factory=dict)  # the part of a camera's frame that is kept
+
+    def folders(self) -> dict[str, Any]:
+        """Return the folders and their limits, as `RewardDataCollector` takes them."""
+        return self.model_dump(exclude={"image_keys", "crop"})
 
     @field_validator("crop")
     @classmethod
@@ -107,36 +123,26 @@ class FrameRewardSettings(Strict):
 class EnvironmentSettings(Strict):
     """Which environment is played, and which of its states are a success.
 
-    Attributes:
-        env: an id of Gymnasium, `module:id` if a module registers it, or `module:function` that returns a
-            gymnasium.Env.
-        env_options: keywords of the environment.
-        success: `info.KEY`, `terminated`, a threshold (`reward >= 1`, `info.KEY > 0.9`, `observation.KEY < 0.1`), or
-            a `module:function(observation, reward, terminated, truncated, info)`. Simulators with a scripted policy
-            have their own.
+    `success` is `info.KEY`, `terminated`, a threshold (`reward >= 1`, `info.KEY > 0.9`, `observation.KEY < 0.1`), or a
+    `module:function(observation, reward, terminated, truncated, info)`. Simulators with a scripted policy have theirs.
     """
 
-    env: str
-    env_options: dict[str, Any] = Field(default_factory=dict)
-    success: str | None = None
+    env: str = _option("An id of Gymnasium, module:id if a module registers it, or module:function that makes one.")
+    env_options: dict[str, Any] = Field(default_factory=dict)  # keywords of the environment
+    success: str | None = _option("info.KEY, a threshold such as 'reward >= 1', or module:function.", None)
 
 
 class CollectSettings(EnvironmentSettings):
     """An environment, the policy that plays it, and where the episodes are stored."""
 
-    episodes: int = Field(100, ge=1)
-    num_envs: int = Field(8, ge=1)
-    policy: str = "scripted"  # random, or a module:function from observations [N] to actions [N]
-    noise: float = Field(0.3, ge=0, le=1)  # share of random actions
-    max_steps: int = Field(200, ge=1)
-    stop_at_success: bool = False  # otherwise episodes go on for max_steps, and more frames show the task done
-    seed: int = Field(0, ge=0)
+    episodes: int = _option("Episodes to play.", 100, ge=1)
+    num_envs: int = _option("Environments that are played side by side.", 8, ge=1)
+    policy: str = _option("scripted, random, or module:function from observations [N] to actions [N].", "scripted")
+    noise: float = _option("Share of the scripted policy's actions at random.", 0.3, ge=0, le=1)
+    max_steps: int = _option("Steps of an episode.", 200, ge=1)
+    stop_at_success: bool = _option("End an episode at its first success; else more frames show the task done.", False)
+    seed: int = _option("Processes that share folders need different ones.", 0, ge=0)
     reward: FrameRewardSettings = Field(default_factory=FrameRewardSettings)
-
-
-def _option(description: str, default: Any = ..., **bounds: Any) -> Any:
-    """Return a field of which `vlmrm frames train --help` prints the description."""
-    return Field(default, description=description, **bounds)
 
 
 class TrainSettings(Strict, frozen=True):
@@ -164,14 +170,8 @@ class TrainSettings(Strict, frozen=True):
     vis_output_dir: Path = _option("Folder of those pictures.", Path("positive_samples_vis"))
     val_fraction: float = _option("Share of the trajectories to hold out.", 0.2)
     seed: int = _option("Of the weights, the split, the order and the augmentation.", 0, ge=0)
-    balance: Literal["weights", "sampling", "none"] = _option(
-        "Make successes count as much as failures, by weights or by sampling; or none.", "weights"
-    )
-    augment: bool = _option("Shift and recolour the training frames at random.", False)
-    patience: int = _option("Stop after this many epochs without a better validation score.", 10, ge=1)
-    select_by: Literal["loss", "auc"] = _option(
-        "The validation score of the best epoch: loss, or auc, which soon saturates.", "loss"
-    )
+    balance: Literal["weights", "none"] = _option("Make successes count as much as failures.", "weights")
+    patience: int = _option("Stop after this many epochs without a lower loss on the held-out frames.", 10, ge=1)
     target_fpr: float = _option("Share of the held-out failures that may lie above the threshold.", 0.01, ge=0, lt=1)
     max_false_fires: float = _option(
         "Share of failed episodes with a frame above the threshold: 95 % sure not to be exceeded.", 0.5, gt=0, lt=1
@@ -180,7 +180,6 @@ class TrainSettings(Strict, frozen=True):
         "Share of the frames above the threshold that are successes: 95 % sure not to be less.", 0.9, ge=0, le=1
     )
     num_workers: int = _option("Processes that read frames.", 0, ge=0)
-    bf16: bool = _option("Compute in bfloat16.", False)
     use_cpu: bool = _option("Leave GPUs alone.", False)
 
     def __init__(self, **values: Any):
@@ -211,7 +210,6 @@ class RLSettings(EnvironmentSettings):
 
     algorithm: Literal["ppo", "sac"] | None = None  # default: sac for continuous actions, else ppo
     hyperparameters: dict[str, Any] = Field(default_factory=dict)  # of its class in Stable-Baselines3
-    observe: Literal["state", "images"] = "state"  # of the simulator, or the last four frames
     sources: list[RewardSource] = Field(default_factory=list)
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
     total_steps: int = Field(100_000, ge=1)  # of all environments together
@@ -227,8 +225,6 @@ class RLSettings(EnvironmentSettings):
     @model_validator(mode="after")
     def _check_rewards(self) -> RLSettings:
         model = self.reward.reward_model
-        if model.end_at_success:
-            raise ValueError("episodes of training last max_steps, also with a success: leave end_at_success out")
         if not self.sources:
             learned: RewardSource = "both" if model.env_reward_weight else "learned"
             self.sources = [learned if self.reward.use_reward_model else "success"]
@@ -253,12 +249,8 @@ class RLSettings(EnvironmentSettings):
 class LoopSettings(EnvironmentSettings):
     """Rounds of a classifier and a policy with its reward, each measured on the policy's episodes.
 
-    Attributes:
-        demonstrator: the policy of the first episodes, as `policy` of `vlmrm frames collect`.
-        train: options of `vlmrm frames train`, but for folders and files.
-        policy: keys of `vlmrm frames rl`, but for the environment, `sources`, `reward` and folders.
-        reward_model: how the classifier rewards the policy (see `RewardModelSettings`). With `accept_unqualified` one
-            that does not qualify teaches a policy too, whose episodes join the data; its round does not hold.
+    `train`, `policy` and `reward_model` are as elsewhere. With `accept_unqualified` a classifier
+    that does not qualify teaches a policy too; its round does not hold.
     """
 
     demonstrator: str = "scripted"

@@ -61,11 +61,9 @@ class FrameSuccess(PointwiseRewardModel):
     ) -> RewardModelOutput:
         config = self.scorer.config
         usable: dict[int, Tensor] = {}
-        failures: dict[int, str] = {}
-        for i, frames in enumerate(frames_of_samples(len(prompt), image, video, response, to_tensor)):
+        found, failures = frames_of_samples(len(prompt), image, video, response, to_tensor)
+        for i, frames in found.items():
             try:
-                if isinstance(frames, RowError):
-                    raise frames
                 usable[i] = self._fitted(frames[-1])
             except RowError as error:
                 failures[i] = error.reason

@@ -39,8 +39,7 @@ def evaluations(runs: Sequence[PolicyRun]) -> pd.DataFrame:
         for run in runs
         for point in run.points
     ]
-    shares = ("paid", "unearned", "false_positive_share", "unearned_share")
-    return pd.DataFrame(rows).astype(dict.fromkeys(names, "Int64") | dict.fromkeys(shares, "float64"))
+    return pd.DataFrame(rows).astype(dict.fromkeys(names, "Int64") | {"false_positive_share": "float64"})
 
 
 def summarise(runs: Sequence[PolicyRun], settings: RLSettings) -> dict[str, Any]:
@@ -70,19 +69,16 @@ def summarise(runs: Sequence[PolicyRun], settings: RLSettings) -> dict[str, Any]
 def markdown(summary: dict[str, Any]) -> str:
     """Return the summary as a table."""
     lines = [
-        "| reward | true success rate | lowest to highest | rewarded steps | of them without success | missed "
-        "| share of all reward without success |",
-        "|---|---|---|---|---|---|---|",
-        f"| none: random actions | {summary['random_success_rate']:.1%} | | | | | |",
+        "| reward | true success rate | lowest to highest | rewarded steps | of them without success | missed |",
+        "|---|---|---|---|---|---|",
+        f"| none: random actions | {summary['random_success_rate']:.1%} | | | | |",
     ]
     for source, figures in summary["sources"].items():
-        rate = f"{figures['true_success_rate']:.1%} | {figures['lowest']:.1%} to {figures['highest']:.1%}"
-        counts = "| | |"
+        counts = "| |"
         if rewards := figures["learned_rewards"]:
-            share, unearned = rewards["false_positive_share"], rewards["unearned_share"]
-            false = f"{rewards['false_positives']:,}" + ("" if share is None else f" ({share:.2%})")
-            unearned = "none" if unearned is None else f"{unearned:.2%}"
-            counts = f"{rewards['rewarded']:,} | {false} | {rewards['missed']:,} | {unearned}"
+            share = f" ({rewards['false_positive_share']:.2%})" if rewards["rewarded"] else ""
+            counts = f"{rewards['rewarded']:,} | {rewards['false_positives']:,}{share} | {rewards['missed']:,}"
+        rate = f"{figures['true_success_rate']:.1%} | {figures['lowest']:.1%} to {figures['highest']:.1%}"
         lines.append(f"| {NAMES[source]} | {rate} | {counts} |")
     if summary["unqualified_because"]:
         lines += ["", f"The classifier does not qualify as a reward: {summary['unqualified_because']}."]
@@ -90,29 +86,25 @@ def markdown(summary: dict[str, Any]) -> str:
 
 
 def _draw(table: pd.DataFrame, summary: dict[str, Any], folder: Path) -> None:
-    """Draw the true success rate above, the share of rewards without a success below: means over the seeds."""
+    """Draw the true success rate, and below it the share of rewards without a success: means over the seeds."""
     from matplotlib.figure import Figure
 
-    sources = sorted(summary["sources"], key=list(NAMES).index)
-    learned = [source for source in sources if source != "success"]
-    shown = {"true_success_rate": sources, **({"false_positive_share": learned} if learned else {})}
     with drawing():
-        figure = Figure(figsize=(6.0, 5.2 if learned else 3.2), layout="constrained")
-        heights = [2, 1][: len(shown)]
-        panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-        for axes, (column, drawn) in zip(panels, shown.items(), strict=True):
-            for source in drawn:  # a line of the mean, and a band from the lowest to the highest
+        figure = Figure(figsize=(6.0, 5.2), layout="constrained")
+        panels = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
+        columns = {"true_success_rate": "true success rate", "false_positive_share": "rewards without\nsuccess, share"}
+        for axes, (column, label) in zip(panels, columns.items(), strict=True):
+            for source, colour in zip(NAMES, SERIES, strict=False):  # the mean, and a band from lowest to highest
                 values = table[table["source"] == source].groupby("steps")[column].agg(["mean", "min", "max"])
-                line = {"color": SERIES[list(NAMES).index(source)], "linestyle": DASHES[source]}
-                axes.plot(values.index, values["mean"], label=NAMES[source], marker="o", markersize=3, **line)
-                axes.fill_between(values.index, values["min"], values["max"], color=line["color"], alpha=0.15, lw=0)
+                if values["mean"].any() or (column == "true_success_rate" and len(values)):
+                    line = {"color": colour, "linestyle": DASHES[source], "label": NAMES[source]}
+                    axes.plot(values.index, values["mean"], marker="o", markersize=3, **line)
+                    axes.fill_between(values.index, values["min"], values["max"], color=colour, alpha=0.15, lw=0)
+            axes.set_ylabel(label)
         panels[0].axhline(summary["random_success_rate"], color=MUTED, linestyle=":", label="random actions")
-        title = f"{summary['env']}: what each reward taught"
-        panels[0].set(ylim=(-0.03, 1.03), ylabel="true success rate", title=title)
+        panels[0].set(ylim=(-0.03, 1.03), title=f"{summary['env']}: what each reward taught")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-        if learned:
-            panels[1].set(ylabel="rewards without\nsuccess, share")
-            panels[1].set_ylim(bottom=0)
-        panels[-1].set_xlabel("steps of training")
-        panels[-1].xaxis.set_major_formatter("{x:,.0f}")
+        panels[1].set_ylim(bottom=0)
+        panels[1].set_xlabel("steps of training")
+        panels[1].xaxis.set_major_formatter("{x:,.0f}")
         save(figure, folder, "comparison")

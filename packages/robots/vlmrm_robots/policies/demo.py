@@ -22,8 +22,8 @@ EPISODES, FAILURES, EPOCHS = 40, 25, 4
 TARGET_FPR = 0.002  # a policy searches for false positives, and most frames are failures
 REPORT = """
 What happened: a classifier of single frames learned when Acrobot's tip is above the line. On held-out episodes,
-{validation_frames:,} frames of which {validation_successes:,} are successes, its AUC is {auc:.4f}, its precision \
-{precision:.1%} and its recall {recall:.1%}.
+{validation_frames:,.0f} frames of which {validation_successes:,.0f} are successes, its AUC is {auc:.4f}, its
+precision {precision:.1%} and its recall {recall:.1%}.
 PPO then had that classifier's reward alone, and episodes that do not end at success, so nothing else revealed a
 success. On {episodes} new episodes it truly succeeds in {true_success_rate:.0%}; random actions succeed in \
 {random_success_rate:.0%}.
@@ -49,8 +49,9 @@ def run_demo(output: Path, seed: int = 0) -> dict[str, Any]:
     write_comparison([run], settings)
     metrics, counts = read_config(checkpoint).metrics, run.counts.figures()
     summary = {
-        **{name: metrics[name] for name in ("auc", "precision", "recall")},
-        **{name: int(metrics[name]) for name in ("validation_frames", "validation_successes")},
+        **{
+            name: metrics[name] for name in ("auc", "precision", "recall", "validation_frames", "validation_successes")
+        },
         "random_success_rate": run.random_success_rate,
         "true_success_rate": run.final,
         **{name: counts[name] for name in ("rewarded", "false_positives", "false_positive_share", "missed")},
@@ -74,14 +75,8 @@ def classifier(
     reward = {"collect_data": True, "data_collection": data}
     # Of random actions, for failed episodes: without those held out, nothing bounds how often failure is rewarded.
     for number, (policy, count) in enumerate((("scripted", episodes), ("random", failures))):
-        content = {
-            "env": "Acrobot-v1",
-            "policy": policy,
-            "episodes": count,
-            "seed": 2 * seed + number,
-            "reward": reward,
-        }
-        say(summarise(collect(validate(CollectSettings, content, "the demo"))))
+        content = {"env": "Acrobot-v1", "policy": policy, "episodes": count, "seed": 2 * seed + number}
+        say(summarise(collect(validate(CollectSettings, {**content, "reward": reward}, "the demo"))))
     partial = output / "reward_model.partial.safetensors"  # which an interrupted training leaves
     options = {"epochs": epochs, "batch_size": 64, "lr": 3e-4, "target_fpr": TARGET_FPR, "seed": seed}
     train_classifier(TrainSettings(output_checkpoint=partial, **data, **options))

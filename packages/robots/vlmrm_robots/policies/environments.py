@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
@@ -40,8 +39,6 @@ class Counts:
     rewarded: int = 0
     false_positives: int = 0  # rewarded without a success
     missed: int = 0  # successes without a reward
-    paid: float = 0.0  # sum of the learned rewards
-    unearned: float = 0.0  # of it, in steps without a success
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -51,15 +48,9 @@ class Counts:
         """Share of the rewards; None without any."""
         return self.false_positives / self.rewarded if self.rewarded else None
 
-    @property
-    def unearned_share(self) -> float | None:
-        """Share of the sum of rewards: continuous ones pay below the threshold too. None without any."""
-        return self.unearned / self.paid if self.paid else None
-
     def figures(self) -> dict[str, float | None]:
-        """Return the counts and their shares by name, as tables and summaries have them."""
-        shares = {"false_positive_share": self.false_positive_share, "unearned_share": self.unearned_share}
-        return {**asdict(self), **shares}
+        """Return the counts and the share by name, as tables and summaries have them."""
+        return {**asdict(self), "false_positive_share": self.false_positive_share}
 
 
 class RewardAudit(VectorWrapper):
@@ -75,16 +66,13 @@ class RewardAudit(VectorWrapper):
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         *result, info = self.env.step(actions)
-        success, paid = info["true_success"], info["frame_reward"]
-        rewarded = paid > self._threshold
+        success, rewarded = info["true_success"], info["frame_reward"] > self._threshold
         self._recent += Counts(
             training_steps=self.num_envs,
             true_successes=int(success.sum()),
             rewarded=int(rewarded.sum()),
             false_positives=int((rewarded & ~success).sum()),
             missed=int((~rewarded & success).sum()),
-            paid=float(paid.sum()),
-            unearned=float(paid[~success].sum()),
         )
         return *result, info
 
@@ -97,20 +85,15 @@ class RewardAudit(VectorWrapper):
 class StableBaselinesEnv(VecEnv):
     """Environments of `make_environments`, with autoreset in the same step, as Stable-Baselines3 takes them.
 
-    Policies observe their states, or with `image_key` the frames of that camera, uint8 [C,H,W]. The infos have
-    `true_success`, of the state that a step led to, and the keys that Stable-Baselines3 reads.
+    The infos have `true_success`, of the state that a step led to, and the keys that Stable-Baselines3 reads.
     """
 
-    def __init__(self, env: VectorEnv, image_key: str | None = None, image_size: Sequence[int] = ()):
+    def __init__(self, env: VectorEnv):
         self.env = env
-        self._image_key = image_key
-        space = env.single_observation_space
-        if image_key is not None:
-            space = gym.spaces.Box(0, 255, tuple(image_size), np.uint8)
-        super().__init__(env.num_envs, space, env.single_action_space)
+        super().__init__(env.num_envs, env.single_observation_space, env.single_action_space)
 
     def reset(self) -> Any:
-        return self._observe(*self.env.reset())
+        return self.env.reset()[0]
 
     def step_async(self, actions: np.ndarray) -> None:
         self._actions = actions
@@ -121,14 +104,11 @@ class StableBaselinesEnv(VecEnv):
         infos: list[dict[str, Any]] = [{"true_success": bool(value)} for value in info["true_success"]]
         for i in np.flatnonzero(ended):
             infos[i]["TimeLimit.truncated"] = bool(truncations[i] and not terminations[i])
-            infos[i]["terminal_observation"] = self._observe(info["final_obs"], info["final_info"])[i]
-        return self._observe(observation, info), rewards.astype(np.float32), ended, infos
+            infos[i]["terminal_observation"] = info["final_obs"][i]
+        return observation, rewards.astype(np.float32), ended, infos
 
     def close(self) -> None:
         self.env.close()
-
-    def _observe(self, observation: Any, info: dict[str, Any]) -> Any:
-        return observation if self._image_key is None else info["images"][self._image_key]
 
     # Methods that VecEnv requires for its wrappers; those of single environments have no meaning here.
 

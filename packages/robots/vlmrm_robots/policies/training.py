@@ -24,8 +24,7 @@ from stable_baselines3 import PPO, SAC
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger
-from stable_baselines3.common.vec_env import VecEnv, VecFrameStack
-from tqdm import tqdm
+from stable_baselines3.common.vec_env import VecEnv
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.files import content_digest, make_folder, plain_write_errors, write_json
@@ -35,17 +34,21 @@ from vlmrm_robots.frames.collecting import episode_seed
 from vlmrm_robots.frames.collector import RewardDataCollector
 from vlmrm_robots.frames.environments import make_environments
 from vlmrm_robots.frames.frame_reward import FrameReward, FrameScorer
-from vlmrm_robots.frames.settings import FrameRewardSettings, RewardModelSettings, RewardSource, RLSettings
+from vlmrm_robots.frames.settings import (
+    FrameRewardSettings,
+    RewardModelSettings,
+    RewardSource,
+    RLSettings,
+    check_same,
+)
 from vlmrm_robots.policies.environments import Counts, RewardAudit, StableBaselinesEnv, TrueSuccess
 
 logger = logging.getLogger("vlmrm")
 
-VERSION = 5  # of the training and its measurement; other runs are not mixed with these
+VERSION = 6  # of the training and its measurement; other runs are not mixed with these
 ALGORITHMS: dict[str, Callable[..., BaseAlgorithm]] = {"ppo": PPO, "sac": SAC}
-FRAMES = 4  # that a policy sees at once: one shows no velocities
-MIN_SIDE = 36  # pixels that the convolutions of Stable-Baselines3 need
 # Settings of `reward_model` on which a learned reward depends.
-REWARD_KEYS = {"reward_type", "reward_mode", "reward_weight", "env_reward_weight", "smoothing", "hold", "threshold"}
+REWARD_KEYS = {"reward_type", "reward_mode", "reward_weight", "env_reward_weight", "hold", "threshold"}
 TRAINING, EVALUATION, DEMONSTRATION = 0, 1, 2  # numbers by which `episode_seed` keeps their environments apart
 Act = Callable[[Any], np.ndarray]  # observations to actions
 
@@ -61,7 +64,7 @@ class Point:
 
 @dataclass(frozen=True)
 class PolicyRun:
-    """One policy's training, with its evaluations in order."""
+    """One policy's training, with its evaluations in order: [0] before it, [-1] of the trained policy."""
 
     source: RewardSource
     seed: int
@@ -72,25 +75,23 @@ class PolicyRun:
 
     @property
     def final(self) -> float:
-        """The true success rate of the trained policy."""
         return self.points[-1].true_success_rate
 
     @property
     def counts(self) -> Counts:
-        """The counts of the entire training."""
         return sum((point.counts for point in self.points), Counts())
 
 
 def train_policies(settings: RLSettings) -> list[PolicyRun]:
     """Train a policy with each source and seed, or read its finished run. Seeds torch's random numbers."""
     scorer = FrameScorer.open(settings.reward.reward_model) if settings.needs_classifier else None
-    if scorer is not None and settings.reward.crop not in ({}, scorer.config.crop):
-        trained = scorer.config.crop or "whole frames"
-        raise ConfigError(
-            f"crop is {settings.reward.crop}, and the classifier was trained on {trained}: leave it out."
-        )
-    if scorer is not None and scorer.config.environment not in (None, settings.env):
-        logger.warning("the classifier was trained on %s, not on %s", scorer.config.environment, settings.env)
+    if scorer is not None:
+        config, crop = scorer.config, settings.reward.crop
+        if crop not in ({}, config.crop):
+            trained = config.crop or "whole frames"
+            raise ConfigError(f"crop is {crop}, and the classifier was trained on {trained}: leave it out.")
+        if config.environment not in (None, settings.env):
+            logger.warning("the classifier was trained on %s, not on %s", config.environment, settings.env)
     trials = [Trial(settings, scorer, source, seed) for seed in settings.seeds for source in settings.sources]
     # All are read before any is trained, so that a mismatch is reported at once.
     finished = [_read_run(trial) if trial.file.is_file() else None for trial in trials]
@@ -100,14 +101,12 @@ def train_policies(settings: RLSettings) -> list[PolicyRun]:
 def _train_policy(trial: Trial) -> PolicyRun:
     env = trial.training_environments()
     audit = env if isinstance(env, RewardAudit) else None
-    with closing(trial.adapted(env)) as adapted:
+    with closing(StableBaselinesEnv(env)) as adapted:
         policy = untrained_policy(trial, adapted)
         make_folder(trial.folder)
-        title = f"{trial.source}, seed {trial.seed}"
-        with tqdm(total=trial.settings.total_steps, desc=title, unit="step", disable=None) as bar:
-            evaluations = _Evaluations(trial, audit, bar)
-            random_rate = success_rate(trial)
-            policy.learn(trial.settings.total_steps, callback=evaluations)
+        evaluations = _Evaluations(trial, audit)
+        random_rate = success_rate(trial)
+        policy.learn(trial.settings.total_steps, callback=evaluations)
     if trial.settings.episodes_dir is not None:
         collect_episodes(trial, policy, episodes_folder(trial.settings, trial.source, trial.seed))
     with plain_write_errors(trial.folder):
@@ -136,10 +135,9 @@ def untrained_policy(trial: Trial, env: VecEnv) -> BaseAlgorithm:
     name = settings.algorithm or ("sac" if continuous else "ppo")
     if name == "sac" and not continuous:
         raise ConfigError(f"algorithm is sac and the actions of {settings.env} are discrete: choose ppo.")
-    policy = "MlpPolicy" if settings.observe == "state" else "CnnPolicy"
-    device = "cpu" if settings.observe == "state" else "auto"  # a GPU is slower for a small perceptron
+    options = {"device": "cpu", **settings.hyperparameters}  # a GPU is slower for a small perceptron
     try:
-        built = ALGORITHMS[name](policy, env, seed=trial.seed, **{"device": device, **settings.hyperparameters})
+        built = ALGORITHMS[name]("MlpPolicy", env, seed=trial.seed, **options)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"hyperparameters do not suit {name} of Stable-Baselines3: {error}.") from error
     # Its default logger would print tables between the updates of the progress bar.
@@ -149,21 +147,20 @@ def untrained_policy(trial: Trial, env: VecEnv) -> BaseAlgorithm:
 
 def success_rate(trial: Trial, act: Act | None = None) -> float:
     """Return the share of evaluation episodes with a true success, with actions `act(observations)` or at random."""
-    with closing(trial.adapted(trial.evaluation_environments())) as env:
+    with closing(StableBaselinesEnv(trial.evaluation_environments())) as env:
         env.action_space.seed(trial.seed)
-
-        def chance(observations: Any) -> np.ndarray:
-            return np.array([env.action_space.sample() for _ in observations])
-
-        return float(play(env, act or chance).mean())
+        return float(play(env, act).mean())
 
 
-def play(env: VecEnv, act: Act) -> np.ndarray:
+def play(env: VecEnv, act: Act | None) -> np.ndarray:
     """Play until each environment has ended an episode; return whether that had a true success: [N]."""
     succeeded, over = np.zeros(env.num_envs, dtype=bool), np.zeros(env.num_envs, dtype=bool)
     observations: Any = env.reset()
     while not over.all():
-        observations, _, ended, infos = env.step(act(observations))
+        actions = (
+            np.array([env.action_space.sample() for _ in range(env.num_envs)]) if act is None else act(observations)
+        )
+        observations, _, ended, infos = env.step(actions)
         succeeded |= ~over & [info["true_success"] for info in infos]
         over |= ended
     return succeeded
@@ -185,7 +182,7 @@ def collect_episodes(trial: Trial, policy: BaseAlgorithm, folder: Path) -> None:
     collector = RewardDataCollector(
         env, folder / "positive", folder / "negative", trial.images.image_keys, environment=trial.settings.env
     )
-    with closing(trial.adapted(TrueSuccess(collector))) as adapted, torch.random.fork_rng():
+    with closing(StableBaselinesEnv(TrueSuccess(collector))) as adapted, torch.random.fork_rng():
         torch.manual_seed(trial.seed)
         play(adapted, lambda observations: policy.predict(observations)[0])
         for i in range(count):
@@ -195,18 +192,15 @@ def collect_episodes(trial: Trial, policy: BaseAlgorithm, folder: Path) -> None:
 class _Evaluations(BaseCallback):
     """Evaluates the policy at the beginning, after every `evaluate_every` steps, and at the end."""
 
-    def __init__(self, trial: Trial, audit: RewardAudit | None, bar: tqdm):
+    def __init__(self, trial: Trial, audit: RewardAudit | None):
         super().__init__()
         self.points: list[Point] = []
-        self._trial = trial
-        self._audit = audit
-        self._bar = bar
+        self._trial, self._audit = trial, audit
 
     def _on_training_start(self) -> None:
         self._evaluate()
 
     def _on_step(self) -> bool:
-        self._bar.update(self.training_env.num_envs)
         every = self._trial.settings.evaluate_every
         if self.num_timesteps // every > self.points[-1].steps // every:
             self._evaluate()
@@ -222,7 +216,9 @@ class _Evaluations(BaseCallback):
             rate = success_rate(self._trial, lambda observations: self.model.predict(observations)[0])
         counts = self._audit.counts() if self._audit else Counts()
         self.points.append(Point(self.num_timesteps, rate, counts))
-        self._bar.set_postfix(true_success=f"{rate:.2f}", false_positives=counts.false_positives)
+        said = "%s, seed %d, step %d: true success %.2f, %d of %d rewards without one"
+        of = (self._trial.source, self._trial.seed, self.num_timesteps, rate, counts.false_positives, counts.rewarded)
+        logger.info(said, *of)
 
 
 @dataclass(frozen=True)
@@ -274,11 +270,8 @@ class Trial:
         learned = self.source != "success"
         env = self.environments(settings.num_envs, TRAINING, reward.collect_data or learned, stop_at_success=False)
         if reward.collect_data:
-            data = reward.data_collection
-            limits = (data.max_positive_trajectories, data.max_negative_trajectories)
-            env = RewardDataCollector(
-                env, data.positive_dir, data.negative_dir, self.images.image_keys, *limits, environment=settings.env
-            )
+            folders = reward.data_collection.folders()
+            env = RewardDataCollector(env, image_keys=self.images.image_keys, environment=settings.env, **folders)
         env = TrueSuccess(env)
         return RewardAudit(FrameReward(env, self.reward_model, self.scorer)) if learned else env
 
@@ -288,8 +281,7 @@ class Trial:
         return TrueSuccess(self.environments(count, EVALUATION, False, stop_at_success=True))
 
     def environments(self, count: int, purpose: int, drawn: bool, *, stop_at_success: bool) -> VectorEnv:
-        """Return `count` environments of a purpose, with frames if `drawn` or the policy sees them."""
-        drawn = drawn or self.settings.observe == "images"
+        """Return `count` environments of a purpose, with frames if `drawn`."""
         return make_environments(
             self.settings.env,
             count,
@@ -299,22 +291,12 @@ class Trial:
             crop=self.images.crop,
             success=self.settings.success,
             env_options=self.settings.env_options,
-            flat=self.settings.observe == "state",
+            flat=True,
             stop_at_success=stop_at_success,
             max_steps=self.settings.max_steps,
             action_repeat=self.settings.action_repeat,
             autoreset_mode=AutoresetMode.SAME_STEP,
         )
-
-    def adapted(self, env: VectorEnv) -> VecEnv:
-        """Return environments as Stable-Baselines3 takes them, with states or frames as observations."""
-        if self.settings.observe == "state":
-            return StableBaselinesEnv(env)
-        size = self.images.image_size
-        if min(size[1:]) < MIN_SIDE:
-            needed = f"a policy that sees needs frames of {MIN_SIDE} pixels at least"
-            raise ConfigError(f"observe is images and image_size is {list(size)}: {needed}.")
-        return VecFrameStack(StableBaselinesEnv(env, self.images.image_keys[0], size), FRAMES)
 
 
 def _read_run(trial: Trial) -> PolicyRun:
@@ -326,10 +308,7 @@ def _read_run(trial: Trial) -> PolicyRun:
         settings, random_rate = content["settings"], content["random_success_rate"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{trial.file} cannot be read ({error!r}): delete its folder, and it is run anew.") from error
-    expected = trial.fingerprint()
-    differing = [name for name in {**settings, **expected} if settings.get(name) != expected.get(name)]
-    if differing:
-        values = ", ".join(f"{name} {settings.get(name)!r}, not {expected.get(name)!r}" for name in differing)
-        raise ConfigError(f"{trial.folder} is a run with {values}: choose another output_dir, or delete it.")
+    refusal = f"{trial.folder} is a run with {{}}: choose another output_dir, or delete it."
+    check_same(settings, trial.fingerprint(), refusal)
     logger.info("%s was trained before", trial.folder)
     return trial.run(random_rate, points)

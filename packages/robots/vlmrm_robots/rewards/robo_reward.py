@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image
 from pydantic import Field
 
-from vlmrm.errors import RewardError, RowError
+from vlmrm.errors import RewardError
 from vlmrm.rewards.contract import RewardModelOutput
 from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, Verdict, fence, text_part
 from vlmrm.rewards.judges.replies import Reply, read_score, without_thinking
@@ -55,24 +56,19 @@ class RoboReward(Judge):
         video: list[list[Image.Image]] | None = None,
         response: list[Any] | None = None,
     ) -> RewardModelOutput:
-        shown: dict[int, list[Image.Image]] = {}
-        failures: dict[int, str] = {}
-        for index, frames in enumerate(frames_of_samples(len(prompt), image, video, response, to_pil)):
-            if isinstance(frames, RowError):
-                failures[index] = frames.reason
-            else:
-                shown[index] = list(frames)
-        output = super().__call__([prompt[index] for index in shown], video=list(shown.values()))
-        places = dict(enumerate(shown))
-        rewards = [math.nan] * len(prompt)
-        for place, reward in enumerate(output.rewards):
-            rewards[places[place]] = float(reward)
+        shown, failures = frames_of_samples(len(prompt), image, video, response, to_pil)
+        output = super().__call__(
+            [prompt[index] for index in shown], video=[list(frames) for frames in shown.values()]
+        )
+        places = list(shown)
+
+        def scattered(values: Sequence[Any], absent: Any) -> list[Any]:
+            by_place = dict(zip(places, values, strict=True))
+            return [by_place.get(index, absent) for index in range(len(prompt))]
+
         failures |= {places[place]: reason for place, reason in output.failures.items()}
-        info: dict[str, list[Any]] = {name: [None] * len(prompt) for name in output.extra_info or {}}
-        for name, values in (output.extra_info or {}).items():
-            for place, value in enumerate(values):
-                info[name][places[place]] = value
-        return RewardModelOutput(rewards, info, failures)
+        info = {name: scattered(values, None) for name, values in (output.extra_info or {}).items()}
+        return RewardModelOutput(scattered([*map(float, output.rewards)], math.nan), info, failures)
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
         question = QUESTION.replace("{prompt}", fence(sample.prompt))

@@ -28,27 +28,31 @@ def frames_of_samples(
     video: Sequence[Any] | None,
     response: Sequence[Any] | None,
     convert: Callable[[Any], Any],
-) -> list[Sequence[Any] | RowError]:
-    """Return the frames of each of `count` samples in the order of time, or why it has none.
+) -> tuple[dict[int, Sequence[Any]], dict[int, str]]:
+    """Return the frames of samples in the order of time, and why the others of `count` have none, by number.
 
     They are its image, its video, or the images or video of an answer as messages, which `convert` turns into what the
     reward takes. An answer as a text beside an image or video is another reward's.
     """
+    found: dict[int, Sequence[Any]] = {}
+    failures: dict[int, str] = {}
     columns = zip(*(column or [None] * count for column in (image, video, response)), strict=True)
-    return [_frames(*values, convert) for values in columns]
+    for index, values in enumerate(columns):
+        try:
+            found[index] = _frames(*values, convert)
+        except RowError as error:
+            failures[index] = error.reason
+    return found, failures
 
 
-def _frames(image: Any, video: Any, response: Any, convert: Callable[[Any], Any]) -> Sequence[Any] | RowError:
+def _frames(image: Any, video: Any, response: Any, convert: Callable[[Any], Any]) -> Sequence[Any]:
     shown = [[image]] * (image is not None) + [video] * (video is not None)
     if response is not None and not (isinstance(response, str) and shown):
-        try:
-            parts = [part for message in read_messages(response, "assistant") for part in message.content]
-            shown.append([convert(reference) for reference in frames_in(parts)])
-        except RowError as error:
-            return error
+        parts = [part for message in read_messages(response, "assistant") for part in message.content]
+        shown.append([convert(reference) for reference in frames_in(parts)])
     if len(shown) != 1:
         several = "several of an image, a video and an answer of frames" if shown else "no image, video or answer"
-        return RowError(f"it has {several}: give one of them")
+        raise RowError(f"it has {several}: give one of them")
     return shown[0]
 
 
@@ -93,15 +97,12 @@ class TrajectoryModel(PointwiseRewardModel):
         video: list[Any] | None = None,
         response: list[Any] | None = None,
     ) -> RewardModelOutput:
-        rewards, failures = [math.nan] * len(prompt), {}
+        rewards = [math.nan] * len(prompt)
+        found, failures = frames_of_samples(len(prompt), image, video, response, lambda frame: frame)
         conversations: dict[int, Conversation] = {}
-        for index, frames in enumerate(frames_of_samples(len(prompt), image, video, response, lambda frame: frame)):
-            if isinstance(frames, RowError):
-                failures[index] = frames.reason
-            else:
-                shown = map(Image, spaced(frames, self.max_frames))
-                turns = Message.of("user", prompt[index]), Message.of("assistant", *shown)
-                conversations[index] = Conversation(turns)
+        for index, frames in found.items():
+            shown = map(Image, spaced(frames, self.max_frames))
+            conversations[index] = Conversation((Message.of("user", prompt[index]), Message.of("assistant", *shown)))
         with self.lock:
             scores = self.scorer.score_each(list(conversations.values()))
         for index, score in zip(conversations, scores, strict=True):

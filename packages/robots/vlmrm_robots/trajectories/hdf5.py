@@ -24,7 +24,6 @@ CAMERAS = ("_image", "_rgb")  # how the names of pictures among the observations
 HELD = 11  # rows of success before the last, after which LIBERO's script ends a demonstration
 LIBERO = "bddl_file_name"  # what only its script says of the data
 EXPANDS = 1100  # times: what deflate expands at most
-MOST_BYTES = 8 << 30  # of an episode's frames, which are all in memory at once
 
 
 def episodes_of(path: Path) -> list[Episode]:
@@ -39,7 +38,7 @@ def episodes_of(path: Path) -> list[Episode]:
     ]
 
 
-def read_demo(path: Path, demo: str) -> tuple[Trajectory, str]:
+def read_demo(path: Path, demo: str) -> Trajectory:
     """Read an episode of a file: its cameras, and the success that its rewards say of each frame."""
     subject = f"{path}: {demo}"
     with _opened(path) as file:
@@ -58,12 +57,10 @@ def read_demo(path: Path, demo: str) -> tuple[Trajectory, str]:
             raise DataError(f"{subject} has no pictures, but {has}: add them with the project's own script.")
         for stored in cameras.values():
             _check_stored(stored, len(rewards), file.filename, subject)
-        if sum(stored.nbytes for stored in cameras.values()) > MOST_BYTES:
-            raise DataError(f"{subject} has frames of more than {MOST_BYTES >> 30} GiB: split it.")
         images = {key.replace(".", "_"): stored[:][rows].transpose(0, 3, 1, 2) for key, stored in cameras.items()}
-    trajectory, kind = stored_as_bytes(images, labels, subject)
+    trajectory = stored_as_bytes(images, labels, subject)
     trajectory.metadata["success_once"] = str(bool(rewards.any())).lower()
-    return trajectory, kind
+    return trajectory
 
 
 def _labelled_rows(group: Any, rewards: np.ndarray, libero: bool) -> tuple[str, np.ndarray, np.ndarray]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,9 +14,8 @@ import numpy as np
 from tqdm import tqdm
 
 from vlmrm.errors import DataError
-from vlmrm.files import make_folder
 from vlmrm_robots.trajectories import hdf5, rlinf
-from vlmrm_robots.trajectories.pickles import read_dictionary
+from vlmrm_robots.trajectories.pickles import check_repeats, read_dictionary
 from vlmrm_robots.trajectories.trajectory import (
     SUCCESS,
     Episode,
@@ -25,7 +23,6 @@ from vlmrm_robots.trajectories.trajectory import (
     file_digest,
     find_trajectory,
     listed,
-    locked,
     stored_as_bytes,
     write_trajectory,
 )
@@ -56,7 +53,7 @@ def episodes_in(positive: Path | None, negative: Path | None, mixed: Path | None
     return found
 
 
-def _episode(path: Path, read: Callable[[Path], tuple[Trajectory, str]], positive: bool | None = None) -> Episode:
+def _episode(path: Path, read: Callable[[Path], Trajectory], positive: bool | None = None) -> Episode:
     return Episode(path.name, partial(file_digest, path), partial(read, path), positive)
 
 
@@ -80,8 +77,8 @@ def _files_of(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     return files
 
 
-def read_pickled(path: Path) -> tuple[Trajectory, str]:
-    """Return the trajectory in a `.npy` file and the kind of number of its frames; DataError for other content."""
+def read_pickled(path: Path) -> Trajectory:
+    """Return the trajectory in a `.npy` file; DataError for other content."""
     content = read_dictionary(path)
     images, labels = content.get("images"), content.get("labels")
     if not isinstance(images, dict) or not images or not all(isinstance(key, str) for key in images):
@@ -89,6 +86,7 @@ def read_pickled(path: Path) -> tuple[Trajectory, str]:
     wrong = [key for key, frames in images.items() if not isinstance(frames, np.ndarray)]
     if wrong or not isinstance(labels, np.ndarray):
         raise DataError(f"{path} has {'images ' + wrong[0] if wrong else 'labels'} that are no array.")
+    check_repeats(path, [*images.values()])
     return stored_as_bytes(images, labels, str(path))
 
 
@@ -98,12 +96,13 @@ class Imported:
 
     positive: list[Path]
     negative: list[Path]
-    numbers: Counter[str]  # files by their kind of number
     moved: int  # to the other side, by their labels
     earlier: int  # imported before
 
 
-def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_dir: Path, environment: str) -> Imported:
+def import_episodes(
+    episodes: Sequence[Episode], positive_dir: Path, negative_dir: Path, environment: str | None = None
+) -> Imported:
     """Write episodes as trajectories; warn of those that succeed from their first frame on.
 
     A positive one without a successful frame counts as `success_once`; a negative one with such a frame becomes
@@ -111,7 +110,6 @@ def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_di
     """
     folders = {True: positive_dir, False: negative_dir}
     written: dict[bool, list[Path]] = {True: [], False: []}
-    numbers: Counter[str] = Counter()
     moved = earlier = 0
     always: list[str] = []  # succeed in every frame
     errors: dict[str, DataError] = {}
@@ -121,20 +119,15 @@ def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_di
             if any(find_trajectory(folder, unique) for folder in folders.values()):
                 earlier += 1
                 continue
-            trajectory, kind = episode.read()
-            trajectory.metadata["environment"] = environment
+            trajectory = episode.read()
+            if environment is not None:
+                trajectory.metadata["environment"] = environment
             if episode.positive is not None:
                 trajectory.metadata["success_once"] = str(episode.positive).lower()
-            make_folder(folder := folders[trajectory.positive])
-            with locked(folder):  # another process may import the same
-                if find_trajectory(folder, unique):
-                    earlier += 1
-                    continue
-                written[trajectory.positive].append(write_trajectory(folder, trajectory, unique))
+            written[trajectory.positive].append(write_trajectory(folders[trajectory.positive], trajectory, unique))
         except DataError as error:
             errors[episode.name] = error
             continue
-        numbers[kind] += 1
         moved += episode.positive not in (None, trajectory.positive)
         if len(trajectory.labels) > 1 and (trajectory.labels >= SUCCESS).all():
             always.append(episode.name)
@@ -144,7 +137,7 @@ def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_di
             "learns that its beginning is a success; name a label of frames.",
             *(len(always), len(episodes), listed(always)),
         )
-    imported = Imported(written[True], written[False], numbers, moved, earlier)
+    imported = Imported(written[True], written[False], moved, earlier)
     if errors:
         first = next(iter(errors.values()))
         raise DataError(
@@ -156,13 +149,9 @@ def import_episodes(episodes: Sequence[Episode], positive_dir: Path, negative_di
 
 def summarise(imported: Imported) -> str:
     """Return the counts of an import in a sentence or two."""
-    kinds = ", ".join(f"{count} of {kind}" for kind, count in imported.numbers.items()) or "none"
-    text = (
-        f"{len(imported.positive)} positive and {len(imported.negative)} negative trajectories; episodes by frames: "
-        f"{kinds}"
-    )
+    text = f"{len(imported.positive)} positive and {len(imported.negative)} negative trajectories"
     if imported.moved:
         text += f"; {imported.moved} are positive by a label though they were among the negative"
     if imported.earlier:
-        text += f"; {imported.earlier} were imported before"
+        text += f"; {imported.earlier} were there before"
     return text

@@ -15,7 +15,7 @@ import numpy as np
 
 from vlmrm.errors import ConfigError, DataError, first_line
 from vlmrm.files import make_folder, require_new_folder
-from vlmrm_robots.trajectories.trajectory import UNIT, Episode, Trajectory, TrajectoryFile, listed, to_uint8
+from vlmrm_robots.trajectories.trajectory import Episode, Trajectory, TrajectoryFile, listed, to_uint8
 
 IMAGES = "observation.images."
 SUCCESS, REWARD = "next.success", "next.reward"
@@ -65,7 +65,7 @@ def _digest(row: dict[str, Any]) -> str:
     return sha256(repr(sorted(row.items())).encode()).hexdigest()
 
 
-def _read(opened: Any, row: dict[str, Any], column: str, label: str | None) -> tuple[Trajectory, str]:
+def _read(opened: Any, row: dict[str, Any], column: str, label: str | None) -> Trajectory:
     subject = f"{opened.root}: {column}"
     cameras = {key: key.removeprefix(IMAGES).replace(".", "_") for key in opened.meta.camera_keys}
     images: dict[str, list[np.ndarray]] = {name: [] for name in cameras.values()}
@@ -87,7 +87,7 @@ def _read(opened: Any, row: dict[str, Any], column: str, label: str | None) -> t
         raise DataError(f"{subject} has values other than 0 and 1: name it with --label to take it as it is.")
     metadata = {"task": task, "fps": str(opened.meta.fps)}
     stacked = {name: np.stack(frames) for name, frames in images.items()}
-    return Trajectory(stacked, np.array(labels, dtype=np.float32), metadata), UNIT
+    return Trajectory(stacked, np.array(labels, dtype=np.float32), metadata)
 
 
 # Writing -------------------------------------------------------------------------------------------------------------
@@ -99,11 +99,7 @@ def write_dataset(
     """Write trajectories as a LeRobotDataset of exact pictures, and return the number of its frames.
 
     `next.success` says of each row whether its own frame succeeds, `next.reward` is its label, and `progress` the
-    share of the way to the first success; where there is none, it is 0. `sarm_progress.parquet` has it as LeRobot's
-    weights of samples by progress read it.
-
-    Args:
-        fps: frames a second, by default those that the trajectories were imported with, else 10.
+    share of the way to the first success, or 0; `sarm_progress.parquet` has it for LeRobot's weights of samples.
     """
     library = _library()
     fps = _frames_a_second(files) if fps is None else fps

@@ -1,15 +1,12 @@
 """Read pickled dictionaries of arrays and tensors without running anything in them.
 
-A few names of numpy and torch stand for what is stored, and every other name is refused. A kilobyte can hold nested
-containers that expand to 2^200 values, or a thousand references to one array, so values are counted, and the bytes of
-arrays, as often as they occur.
+A few names of numpy and torch stand for functions of our own, and every other name is refused.
 """
 
 from __future__ import annotations
 
-import math
 import pickle
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -17,19 +14,17 @@ from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
-from numpy.lib.stride_tricks import as_strided
 
 from vlmrm.errors import DataError, first_line
-from vlmrm.unpickling import PLAIN, PlainKeyUnpickler, load_torch
+from vlmrm.unpickling import load_torch
 
 NUMBERS = ("f2", "f4", "f8", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "b1")
 OBJECTS = "O8"  # of the array of no axes in which np.save wraps a dictionary
-MAX_VALUES = 1_000_000  # outside arrays, each counted as often as it occurs
-REPEATS = 16  # times the bytes of a file: those of its arrays, each counted as often as it occurs
+REPEATS = 16  # times the bytes of a file: those of its frames, each counted as often as it occurs
 
 
 def read_dictionary(path: Path) -> dict[Any, Any]:
-    """Read the dictionary in a `.npy` file: plain values, lists, tuples, dictionaries and arrays of numbers."""
+    """Read the dictionary in a `.npy` file, whose arrays are of numbers."""
     with _plain_errors(path, "np.save writes"), path.open("rb") as file:
         # Of NumPy's reader the header alone: np.load would run the pickle behind it.
         version = npy.read_magic(file)
@@ -37,24 +32,13 @@ def read_dictionary(path: Path) -> dict[Any, Any]:
         shape, _, dtype = read_header(file)
         if shape != () or dtype.kind != "O":
             raise DataError(f"{path} holds an array of {dtype}, not a dictionary of images and labels.")
-        reader = _ArrayUnpickler(file, path)
-        return _dictionary(path, reader.plain(reader.load()))
+        return _dictionary(path, _ArrayUnpickler(file).load())
 
 
-def read_pickle(path: Path) -> tuple[dict[Any, Any], Callable[[Any], Any]]:
-    """Read a pickled dictionary as it is stored, and the function that makes a value of it plain.
-
-    What is never made plain may be of any kind, if only its names are those of arrays and tensors.
-    """
+def read_pickle(path: Path) -> dict[Any, Any]:
+    """Read a pickled dictionary, whose arrays and tensors are arrays of numbers."""
     with _plain_errors(path, "pickle.dump writes"), path.open("rb") as file:
-        reader = _ArrayUnpickler(file, path)
-        stored = _dictionary(path, reader.load())
-
-    def made_plain(value: Any) -> Any:
-        with _plain_errors(path, "pickle.dump writes"):
-            return reader.plain(value)
-
-    return stored, made_plain
+        return _dictionary(path, _ArrayUnpickler(file).load())
 
 
 @contextmanager
@@ -70,15 +54,22 @@ def _plain_errors(path: Path, what: str) -> Generator[None]:
 
 
 def _dictionary(path: Path, stored: Any) -> dict[Any, Any]:
+    stored = stored.item() if isinstance(stored, _Array) and stored.shape == () else stored
     if not isinstance(stored, dict):
         raise DataError(f"{path} holds no dictionary of images and labels, but {type(stored).__name__}.")
     return stored
 
 
-class _Type:
-    """A pickled numpy type."""
+def check_repeats(path: Path, frames: list[Any]) -> None:
+    """Refuse frames that take far more memory than the file: one may be named a thousand times."""
+    if sum(frame.nbytes for frame in frames) > REPEATS * path.stat().st_size:
+        raise DataError(f"{path} has images that claim more than {REPEATS} times the bytes of the file.")
 
-    def __init__(self, name: Any, *flags: object):
+
+class _Type:
+    """A pickled numpy type, of which its state sets no more than the order of bytes."""
+
+    def __init__(self, name: str, *flags: object):
         self.name, self.order = name, "|"
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
@@ -90,55 +81,33 @@ class _Type:
         return np.dtype(self.order + self.name)
 
 
-class _Array:
-    """A pickled numpy array, whose content its state brings."""
-
-    content: Any = None
-
-    def __init__(self, *arguments: object):
-        pass
+class _Array(np.ndarray):
+    """A pickled numpy array, whose type is made anew: NumPy would take a forged one for pointers."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, kind, fortran, content = state
-        if kind.name == OBJECTS:
-            [self.content] = content
-            return
-        if not all(type(side) is int and side >= 0 for side in shape):
+        if any(side < 0 for side in shape):
             raise pickle.UnpicklingError("it holds an array without a shape")
-        dtype = kind.of_numbers()
-        if type(content) is not bytes or len(content) != math.prod(shape) * dtype.itemsize:
-            raise pickle.UnpicklingError("it holds an array whose shape is not that of its content")
-        self.content = np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
+        wrapper = kind.name == OBJECTS and shape == ()
+        super().__setstate__((1, shape, np.dtype(object) if wrapper else kind.of_numbers(), fortran, content))
 
 
-def _scalar(kind: _Type, content: bytes) -> Any:
-    return np.frombuffer(content, kind.of_numbers(), count=1)[0].item()
+class _ArrayUnpickler(pickle._Unpickler):
+    """Refuses every name but those of numpy's arrays and torch's tensors.
 
+    It is the unpickler written in Python: that in C allocates memory for whatever sizes a file states.
+    """
 
-def _tensor(storage: np.ndarray, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: object) -> Any:
-    if not all(type(n) is int and n >= 0 for n in (offset, *shape, *stride)):
-        raise pickle.UnpicklingError("it holds a tensor without a shape")
-    last = offset + sum((side - 1) * step for side, step in zip(shape, stride, strict=True))
-    # Neither beyond its numbers, nor one of them repeated without end.
-    if not offset <= last < len(storage) or math.prod(shape) > len(storage):
-        raise pickle.UnpicklingError("it holds a tensor whose shape is not that of its content")
-    return as_strided(storage[offset:], shape, [step * storage.itemsize for step in stride], writeable=False)
-
-
-class _ArrayUnpickler(PlainKeyUnpickler):
-    """Refuses every name but those of numpy's arrays and torch's tensors, and more bytes than a file may hold."""
-
-    def __init__(self, file: BinaryIO, path: Path):
+    def __init__(self, file: BinaryIO):
         super().__init__(file)
-        self.bytes, self.values = REPEATS * path.stat().st_size, MAX_VALUES
-        self.names = {
-            **{(f"numpy.{core}.multiarray", "_reconstruct"): _Array for core in ("core", "_core")},
-            **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
+        self.names: dict[tuple[str, str], Any] = {  # nothing that a state could change for others
+            **{(f"numpy.{core}.multiarray", "_reconstruct"): self.array for core in ("core", "_core")},
+            **{(f"numpy.{core}.multiarray", "scalar"): self.scalar for core in ("core", "_core")},
             ("numpy", "dtype"): _Type,
-            ("numpy", "ndarray"): "ndarray",  # only passed to _reconstruct; a text cannot be called or changed
-            ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-            ("torch.storage", "_load_from_bytes"): self._storage,
-            ("collections", "OrderedDict"): lambda: None,  # a tensor's hooks, of which there are none
+            ("numpy", "ndarray"): "ndarray",  # only passed to _reconstruct
+            ("torch._utils", "_rebuild_tensor_v2"): self.tensor,
+            ("torch.storage", "_load_from_bytes"): self.storage,
+            ("collections", "OrderedDict"): dict,  # a tensor's hooks, of which there are none
         }
 
     def find_class(self, module: str, name: str) -> Any:
@@ -146,34 +115,16 @@ class _ArrayUnpickler(PlainKeyUnpickler):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a dictionary of arrays does not need")
         return self.names[module, name]
 
-    def _storage(self, content: bytes) -> np.ndarray:
+    def array(self, *_: object) -> np.ndarray:
+        return _Array(0)
+
+    def scalar(self, kind: _Type, content: bytes) -> Any:
+        return np.frombuffer(content, kind.of_numbers(), count=1)[0].item()
+
+    def storage(self, content: bytes) -> Any:
+        return load_torch(BytesIO(content), len(content))
+
+    def tensor(self, storage: Any, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: object) -> Any:
         import torch
 
-        self._spend(len(content))
-        numbers = load_torch(BytesIO(content), len(content))
-        return torch.tensor([], dtype=numbers.dtype).set_(numbers).numpy()
-
-    def _spend(self, count: int) -> None:
-        self.bytes -= count
-        if self.bytes < 0:
-            raise pickle.UnpicklingError(f"its arrays have more than {REPEATS} times as many bytes as it has")
-
-    def plain(self, stored: Any) -> Any:
-        """Return plain containers and arrays of what was read; UnpicklingError for more of them than are allowed."""
-        self.values -= 1
-        if self.values < 0:
-            raise pickle.UnpicklingError(f"it holds more than {MAX_VALUES:,} values outside its arrays")
-        if isinstance(stored, _Array):
-            return self.plain(stored.content)
-        if isinstance(stored, np.ndarray):
-            self._spend(stored.nbytes)
-            return stored
-        if isinstance(stored, dict):
-            return {key: self.plain(value) for key, value in stored.items()}
-        if isinstance(stored, (list, tuple)):
-            return type(stored)(map(self.plain, stored))
-        if isinstance(stored, PLAIN):
-            return stored
-        raise pickle.UnpicklingError(
-            f"it holds a {type(stored).__name__}, which is neither an array nor a plain value"
-        )
+        return torch.tensor([], dtype=storage.dtype).set_(storage, offset, shape, stride).numpy()

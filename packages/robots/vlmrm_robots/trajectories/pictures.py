@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
@@ -38,13 +37,20 @@ def contact_sheet(
         cells = f"{rows} trajectories by {columns} frames of {len(keys)} cameras"
         raise ConfigError(f"a sheet of {cells} cannot be drawn: it has 1 to {MAX_CELLS} cells.")
     files = [trajectories[i] for trajectories in folders for i in _spread(len(trajectories), rows)]
-    lines = []
-    for file, key in product(files, keys):
+    lines = [*product(files, keys)]
+    sheet = Image.new("RGB", (columns * PITCH, len(lines) * (PITCH + CAPTION)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for row, (file, key) in enumerate(lines):
+        top, successes = row * (PITCH + CAPTION), file.successes
         name = f"{file.path.parent.name}/{file.path.stem}" + (f", {key}" if len(keys) > 1 else "")
-        captions = [f"{name}: {file.successes.sum()} of {len(file)} frames show success", *[""] * columns]
-        steps = zip(_spread_with_success(file.successes, columns), captions, strict=False)
-        lines.append([Cell(file.frame(key, t), DONE if file.successes[t] else NOT_DONE, text) for t, text in steps])
-    return draw_sheet(lines, columns, output)
+        caption = f"{name}: {successes.sum()} of {len(file)} frames show success"
+        # A space of Pillow's font is as narrow as the gap between two letters.
+        draw.text((BORDER, top), caption.replace(" ", "  "), fill="black")
+        for column, t in enumerate(_spread_with_success(successes, columns)):
+            colour = DONE if successes[t] else NOT_DONE
+            picture = ImageOps.pad(as_picture(file.frame(key, t)), (SIDE, SIDE), color=colour)
+            sheet.paste(ImageOps.expand(picture, BORDER, colour), (column * PITCH, top + CAPTION))
+    return save_picture(sheet, output)
 
 
 def _spread_with_success(successes: np.ndarray, count: int) -> list[int]:
@@ -76,28 +82,6 @@ def write_frames(
 
 def _name(file: TrajectoryFile, t: int, key: str | None) -> str:
     return f"{file.path.parent.name}_{file.path.stem}_frame{t:03d}{f'_{key}' if key else ''}.png"
-
-
-class Cell(NamedTuple):
-    """A frame uint8 [C,H,W] of a sheet, with the colour of its border and the caption above it."""
-
-    frame: np.ndarray
-    colour: tuple[int, int, int]
-    caption: str = ""
-
-
-def draw_sheet(lines: Sequence[Sequence[Cell]], columns: int, path: Path) -> Path:
-    """Draw lines of at most `columns` cells as a PNG."""
-    sheet = Image.new("RGB", (columns * PITCH, len(lines) * (PITCH + CAPTION)), "white")
-    draw = ImageDraw.Draw(sheet)
-    for row, cells in enumerate(lines):
-        for column, cell in enumerate(cells):
-            left, top = column * PITCH, row * (PITCH + CAPTION)
-            # A space of Pillow's font is as narrow as the gap between two letters.
-            draw.text((left + BORDER, top), cell.caption.replace(" ", "  "), fill="black")
-            picture = ImageOps.pad(as_picture(cell.frame), (SIDE, SIDE), color=cell.colour)
-            sheet.paste(ImageOps.expand(picture, BORDER, cell.colour), (left, top + CAPTION))
-    return save_picture(sheet, path)
 
 
 def as_picture(frame: np.ndarray) -> Image.Image:

@@ -1,21 +1,9 @@
 """Episodes beside reward models: pairs to train one on, and what one says of episodes, as labels or as progress.
 
-`vlmrm frames pairs` writes preferences between episodes. The task is the prompt, and the frames of an episode up to
-its first success are the answer. It is preferred to
-
-    outcome      the frames of an episode without success
-    truncation   its own beginning
-    rewind       its own frames up to a step before success, and back again
-    instruction  the same frames under the instruction of another task
-
-Both answers of a pair have equally many frames, evenly spread: otherwise a model that only counts frames would prefer
-the better one, as most beginnings are shorter than their whole.
-
-`vlmrm frames label` takes a model's score of a frame as its label. `vlmrm frames progress` scores after each frame.
 The value-order correlation (VOC: Ma et al. 2024, Vision Language Models are In-Context Value Learners) of an episode
-is Spearman's correlation of step and score. Of successes, up to the first, it should be high; of failures it need not
-be. A model that counts frames has 1 as well, of anything: so each episode is also scored with its first frame in place
-of all, and with its frames shuffled.
+is Spearman's correlation of step and score. A model that only counts frames has 1 as well: so each episode is also
+scored with its first frame in place of all, and with its frames shuffled. For the same reason both answers of a pair
+have equally many frames.
 """
 
 from __future__ import annotations
@@ -31,29 +19,29 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from scipy.optimize import minimize
 from scipy.special import expit, log_expit
-from scipy.stats import rankdata
-from tqdm import tqdm
+from scipy.stats import mannwhitneyu
 
 from vlmrm.conversation import Comparison, Image, Judgement, Message
 from vlmrm.data.canonical import check_output, write_comparisons
 from vlmrm.errors import ConfigError, DataError, RowError
-from vlmrm.files import make_folder, require_new_file, write_file
-from vlmrm.measures.intervals import NAN, Estimate, Influence, Mean, spread, with_ends
-from vlmrm.measures.statistics import CalibrationError, spearman_within, squared_errors
+from vlmrm.files import require_new_file, write_file
+from vlmrm.measures.intervals import NAN, Estimate, Mean
+from vlmrm.measures.statistics import spearman_within
 from vlmrm.rewards.contract import GroupwiseRewardModel, RewardArguments
 from vlmrm.rewards.items import reward_items
 from vlmrm.rewards.registry import reward_arguments, reward_model_class
 from vlmrm.rewards.reward_set import Models
 from vlmrm.scoring import load_scorer
 from vlmrm.scoring.protocol import PrefixScorer, prefixes_of
+from vlmrm_robots.trajectories.importing import import_episodes
+from vlmrm_robots.trajectories.importing import summarise as summarise_import
 from vlmrm_robots.trajectories.pictures import as_picture, save_picture
 from vlmrm_robots.trajectories.trajectory import (
+    Episode,
     Trajectory,
     TrajectoryFile,
     digest,
-    find_trajectory,
     listed,
-    write_trajectory,
 )
 
 Kind = Literal["outcome", "truncation", "rewind", "instruction"]
@@ -67,7 +55,6 @@ LACKING = {
 Steps = Sequence[int]  # of an episode, in the order in which they are shown
 Clip = tuple[TrajectoryFile, str, Steps]  # with its instruction
 TIED = 2**-18  # of the largest score: 32 times the precision of float32
-FOLDS = 10  # by which a curve from scores to probabilities is not that of an episode's own outcome
 Shown = Literal["scores", "repeated", "shuffled"]
 CONTROLS: dict[Shown, str] = {"repeated": "their first frame repeated", "shuffled": "their frames shuffled"}
 
@@ -82,16 +69,15 @@ def write_pairs(
     task: str | None = None,
     kinds: Sequence[Kind] = ("outcome", "truncation", "rewind"),
     frames: int = 8,
-    per_episode: int = 1,
     image_key: str | None = None,
     seed: int = 0,
 ) -> Counter[Kind]:
-    """Write `per_episode` pairs of each kind for each episode with a success, and return the number of each kind.
+    """Write a pair of each kind for each episode with a success, and return the number of each kind.
 
     Each frame is written once, as a PNG in the folder `{output.stem}_frames` beside the output.
     """
-    if min(frames, per_episode) < 1 or not kinds:
-        raise ConfigError("there is no pair to write: give one or more kinds, frames and pairs of an episode.")
+    if frames < 1 or not kinds:
+        raise ConfigError("there is no pair to write: give one or more kinds and frames.")
     require_new_file(output)
     check_output(output)
     folder = output.parent / f"{output.stem}_frames"
@@ -104,7 +90,7 @@ def write_pairs(
     pairs = [
         (kind, pair)
         for kind in dict.fromkeys(kinds)
-        for pair in _drawn(kind, files, tasks, per_episode, np.random.default_rng([seed, KINDS.index(kind)]))
+        for pair in _drawn(kind, files, tasks, np.random.default_rng([seed, KINDS.index(kind)]))
     ]
     counts = Counter(kind for kind, _ in pairs)
     for kind in kinds:
@@ -137,26 +123,25 @@ def task_of(file: TrajectoryFile, task: str | None) -> str:
 
 
 def _drawn(
-    kind: Kind, files: Sequence[TrajectoryFile], tasks: Sequence[str], count: int, chance: np.random.Generator
+    kind: Kind, files: Sequence[TrajectoryFile], tasks: Sequence[str], chance: np.random.Generator
 ) -> Iterator[tuple[Clip, Clip]]:
-    """Yield (better, worse) clips of one kind: `count` for each success that allows it."""
+    """Yield (better, worse) clips of one kind: one for each success that allows it."""
     for file, task in zip(files, tasks, strict=True):
         if not file.successes.any():
             continue
         first = int(file.successes.argmax())
         better: Clip = (file, task, range(first + 1))
-        for _ in range(count):
-            if kind in ("truncation", "rewind"):
-                if first >= 2:
-                    stop = int(chance.integers(0, first - 1))
-                    back = [*range(first), *range(first - 2, stop - 1, -1)]  # from the one before the first success
-                    yield better, (file, task, range(stop + 1) if kind == "truncation" else back)
-            elif kind == "instruction":
-                if others := sorted({*tasks} - {task}):
-                    yield better, (file, others[chance.integers(len(others))], better[2])
-            elif failures := [f for f, t in zip(files, tasks, strict=True) if t == task and not _positive(f)]:
-                worse = failures[chance.integers(len(failures))]
-                yield better, (worse, task, range(len(worse)))
+        if kind in ("truncation", "rewind"):
+            if first >= 2:
+                stop = int(chance.integers(0, first - 1))
+                back = [*range(first), *range(first - 2, stop - 1, -1)]  # from the one before the first success
+                yield better, (file, task, range(stop + 1) if kind == "truncation" else back)
+        elif kind == "instruction":
+            if others := sorted({*tasks} - {task}):
+                yield better, (file, others[chance.integers(len(others))], better[2])
+        elif failures := [f for f, t in zip(files, tasks, strict=True) if t == task and not _positive(f)]:
+            worse = failures[chance.integers(len(failures))]
+            yield better, (worse, task, range(len(worse)))
 
 
 def _positive(file: TrajectoryFile) -> bool:
@@ -243,40 +228,38 @@ def label_episodes(
 
     An episode that the folders have with these labels is not scored again, so that an interrupted labelling goes on.
     """
-    folders = {True: Path(positive_dir), False: Path(negative_dir)}
-    for folder in folders.values():
+    for folder in (positive_dir, negative_dir):
         if folder.resolve() in {file.path.parent.resolve() for file in files}:
             raise ConfigError(f"{folder} has the episodes themselves: name another folder for their new labels.")
-        make_folder(folder)
     counts: Counter[str] = Counter()
-    for file in tqdm(files, desc="labelling", unit="episode", disable=None):
+
+    def episode(file: TrajectoryFile) -> Episode:
         key, instruction = image_key or file.keys[0], task_of(file, task)
         declared = f"{judge} > {above:g} for {instruction!r}"
-        images = {name: file.frames(name) for name in file.keys}
-        unique = digest(images, file.labels, [declared, key])
-        if any(find_trajectory(folder, unique) for folder in folders.values()):
-            counts["earlier"] += 1
-            continue
-        scores = []
-        for step in range(len(file)):
-            try:
-                scores += scorer.score_prefixes(instruction, [as_picture(file.frame(key, step))])
-            except RowError as error:
-                raise DataError(f"frame {step} of {file.path} has no score: {error.reason}.") from error
-        labels = np.array(scores) > above
-        metadata = {**file.metadata, "declared_success": declared, "success_once": "false"}
-        trajectory = Trajectory(images, labels.astype(np.float32), metadata)
-        write_trajectory(folders[trajectory.positive], trajectory, unique)
-        counts["positive" if trajectory.positive else "negative"] += 1
-        counts["frames"] += len(labels)
-        counts["successes"] += int(labels.sum())
-        counts["agreed"] += int((labels == file.successes).sum())
-        counts["moved"] += bool(labels.any()) != bool(file.successes.any())
+
+        def images() -> dict[str, np.ndarray]:
+            return {name: file.frames(name) for name in file.keys}
+
+        def labelled() -> Trajectory:
+            scores = []
+            for step in range(len(file)):
+                try:
+                    scores += scorer.score_prefixes(instruction, [as_picture(file.frame(key, step))])
+                except RowError as error:
+                    raise DataError(f"frame {step} of {file.path} has no score: {error.reason}.") from error
+            labels = np.array(scores) > above
+            kept, moved = labels == file.successes, labels.any() != file.successes.any()
+            counts.update(frames=len(labels), kept=int(kept.sum()), moved=int(moved))
+            metadata = {**file.metadata, "declared_success": declared, "success_once": "false"}
+            return Trajectory(images(), labels.astype(np.float32), metadata)
+
+        return Episode(str(file.path), lambda: digest(images(), file.labels, [declared, key]), labelled)
+
+    imported = import_episodes([episode(file) for file in files], positive_dir, negative_dir)
+    share = counts["kept"] / max(counts["frames"], 1)
     return (
-        f"{counts['positive']} positive and {counts['negative']} negative trajectories, {counts['frames']} frames of "
-        f"which {counts['successes']} show success; {counts['agreed'] / max(counts['frames'], 1):.1%} of the frames "
-        f"keep their label, and {counts['moved']} episodes change sides; {counts['earlier']} episodes were labelled "
-        "before"
+        f"{summarise_import(imported)}; {share:.1%} of {counts['frames']} frames keep their label, and "
+        f"{counts['moved']} episodes change sides"
     )
 
 
@@ -322,8 +305,7 @@ def score_episodes(
 def value_order(episodes: Sequence[Scored], of: Shown = "scores", less: Shown | None = None) -> Estimate:
     """Return the mean value-order correlation, or how much higher than that of a control it is, by episode.
 
-    Episodes of one frame do not count. Scores of an episode that all differ by less than `TIED` of the largest are
-    tied: a batch may round equal pictures apart.
+    Episodes of one frame do not count; scores that all differ by less than `TIED` of the largest are tied.
     """
     orders = _orders(episodes, of) - (0.0 if less is None else _orders(episodes, less))
     return Mean(orders, scale="difference" if less is None else "plain").estimate(np.arange(len(episodes)))
@@ -341,30 +323,10 @@ def _orders(episodes: Sequence[Scored], of: Shown) -> np.ndarray:
     return orders
 
 
-def area_under_curve(scores: np.ndarray, successes: np.ndarray) -> Estimate:
-    """Return the probability that the higher score of a success and a failure is the success's, ties as halves.
-
-    Its interval is that of Somers' D = 2 AUC - 1, on Fisher's scale; the influences are those of DeLong et al. (1988).
-    """
-    n, good = len(scores), np.asarray(successes, dtype=bool)
-    if good.all() or not good.any():
-        return Estimate(NAN, NAN, NAN, NAN, n, n)
-    counts, above = np.where(good, good.sum(), (~good).sum()), np.empty(n)
-    for own in (good, ~good):  # the share of the other class that a score is on the right side of
-        above[own] = (rankdata(scores)[own] - rankdata(scores[own])) / (~own).sum()
-    above = np.where(good, above, 1 - above)
-    value = above[good].mean()
-    influence = Influence(2 * value - 1, 2 * (above - value) / counts, 1 / (2 * counts), n)
-    difference = with_ends(influence, *spread(influence, np.arange(n)), "correlation")
-    value, low, high = ((1 + end) / 2 for end in difference[:3])
-    return difference._replace(value=value, low=low, high=high, standard_error=difference.standard_error / 2)
-
-
 def fitted_curve(scores: np.ndarray, successes: np.ndarray) -> tuple[float, float]:
     """Return the factor and the offset of the likeliest p = σ(factor · score + offset) of known outcomes.
 
-    As in Platt's method (Probabilistic outputs for support vector machines, 1999), one success and one failure more
-    are spread over the targets, so that scores that separate the two have a finite curve.
+    As in Platt's method (1999), one success and one failure more are spread over the targets: the curve is finite.
     """
     good = np.asarray(successes, dtype=bool)
     targets = np.where(good, (good.sum() + 1) / (good.sum() + 2), 1 / ((~good).sum() + 2))
@@ -381,21 +343,11 @@ def fitted_curve(scores: np.ndarray, successes: np.ndarray) -> tuple[float, floa
     return float(slope / scale), float(height - slope * centre / scale)
 
 
-def held_out_curves(scores: np.ndarray, successes: np.ndarray) -> list[tuple[float, float]]:
-    """Return for each of scores[N] the curve of the other folds; NaN without two of both outcomes."""
-    good = np.asarray(successes, dtype=bool)
-    folds = min(FOLDS, int(good.sum()), int((~good).sum()))
-    if folds < 2:
-        return [(NAN, NAN)] * len(good)
-    number = np.where(good, np.cumsum(good), np.cumsum(~good)) % folds  # each has its share of both outcomes
-    curves = [fitted_curve(scores[number != fold], good[number != fold]) for fold in range(folds)]
-    return [curves[fold] for fold in number]
-
-
 def success_probabilities(episodes: Sequence[Scored]) -> list[np.ndarray]:
-    """Return for each episode the probability of its success after each step, [T], by the curve of others."""
-    curves = held_out_curves(*_last(episodes))
-    return [expit(factor * np.array(e.scores) + offset) for (factor, offset), e in zip(curves, episodes, strict=True)]
+    """Return for each episode the probability of its success after each step, [T]; NaN without both outcomes."""
+    scores, good = _last(episodes)
+    factor, offset = (NAN, NAN) if good.all() or not good.any() else fitted_curve(scores, good)
+    return [expit(factor * np.array(episode.scores) + offset) for episode in episodes]
 
 
 def _last(episodes: Sequence[Scored], of: Shown = "scores") -> tuple[np.ndarray, np.ndarray]:
@@ -447,25 +399,21 @@ def _said_of_success(episodes: Sequence[Scored]) -> Iterator[str]:
     scores, good = _last(episodes)
     if good.all() or not good.any():
         return
-    counts = f"{good.sum()} successes and {(~good).sum()} failures"
-    control = area_under_curve(*_last(episodes, "repeated"))
+    (area, _), (of_control, doubt) = area_under_curve(scores, good), area_under_curve(*_last(episodes, "repeated"))
     yield (
-        f"AUC of success by the last score, of {counts}: {_figure(area_under_curve(scores, good))}; of "
-        f"{CONTROLS['repeated']} {_figure(control)}"
+        f"AUC of success by the last score, of {good.sum()} successes and {(~good).sum()} failures: {area:.2f}; of "
+        f"{CONTROLS['repeated']} {of_control:.2f}"
     )
-    if control.low > 0.5:
+    if doubt < 0.025:
         yield "  warning: their first frame, or the number of frames, tells successes from failures already"
     factor, offset = fitted_curve(scores, good)
-    held_out = np.array([probabilities[-1] for probabilities in success_probabilities(episodes)])
-    if np.isnan(held_out).any():
-        return
-    with np.errstate(divide="ignore"):
-        margins = np.where(good, 1, -1) * (np.log(held_out) - np.log1p(-held_out))
-    brier, calibration = squared_errors(margins).mean(), CalibrationError(margins).influence().value
-    yield (
-        f"probability of success: σ({factor:.4g} · score {offset:+.4g}); by the curves of other episodes, Brier score "
-        f"{brier:.3f}, calibration error {calibration:.3f}"
-    )
+    yield f"probability of success: σ({factor:.4g} · score {offset:+.4g})"
+
+
+def area_under_curve(scores: np.ndarray, successes: np.ndarray) -> tuple[float, float]:
+    """Return the AUC, ties as halves, and how likely one as high is where scores tell nothing."""
+    found = mannwhitneyu(scores[successes], scores[~successes], alternative="greater")
+    return float(found.statistic / (successes.sum() * (~successes).sum())), float(found.pvalue)
 
 
 def _figure(of: Estimate) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from vlmrm.errors import CheckpointError, DataError
 from vlmrm.files import make_folder, require_new_file, require_new_folder, write_file
-from vlmrm_robots.trajectories.pickles import REPEATS, read_pickle
+from vlmrm_robots.trajectories.pickles import check_repeats, read_pickle
 from vlmrm_robots.trajectories.trajectory import Trajectory, TrajectoryFile, listed, stored_as_bytes, to_unit
 
 logger = logging.getLogger("vlmrm")
@@ -22,12 +22,12 @@ CAMERAS = ("main_images", "wrist_images", "extra_view_images")
 MAIN = CAMERAS[0]
 
 
-def read_episode(path: Path) -> tuple[Trajectory, str]:
+def read_episode(path: Path) -> Trajectory:
     """Read an episode that RLinf's `CollectEpisode` pickled, running nothing in it; DataError for another content.
 
     A frame's label is `success` of its info, else `success_once` of the info's `episode`, as RLinf labels frames.
     """
-    content, plain = read_pickle(path)
+    content = read_pickle(path)
     observations, infos = content.get("observations"), content.get("infos")
     if not isinstance(observations, list) or not isinstance(infos, list) or not observations:
         raise DataError(f"{path} has no observations and infos, but {listed(map(str, content))}.")
@@ -35,28 +35,29 @@ def read_episode(path: Path) -> tuple[Trajectory, str]:
         raise DataError(f"{path} has {len(observations)} observations and {len(infos)} infos: each frame needs both.")
     frames: list[dict[str, np.ndarray]] = []
     for number, observation in enumerate(observations):
-        frames.append(_views(observation, plain, f"{path}: observation {number}"))
+        frames.append(_views(observation, f"{path}: observation {number}"))
         if frames[-1].keys() != frames[0].keys():
             raise DataError(
                 f"{path}: observation {number} has {listed(frames[-1])}, and the first {listed(frames[0])}."
             )
+    check_repeats(path, [view for views in frames for view in views.values()])
     images = {key: _stacked([views[key] for views in frames], f"{path}: {key}") for key in frames[0]}
     successes = [_stored_success(info) for info in infos]
     if all(success is None for success in successes):
         raise DataError(f"{path} has no success in its infos, nor success_once of their episode: frames need labels.")
-    labels = np.array([_is_true(plain(success), str(path)) for success in successes], dtype=np.float32)
-    trajectory, kind = stored_as_bytes(images, labels, str(path))
-    trajectory.metadata["success_once"] = str(_is_true(plain(content.get("success")), str(path))).lower()
-    return trajectory, kind
+    labels = np.array([_is_true(success, str(path)) for success in successes], dtype=np.float32)
+    trajectory = stored_as_bytes(images, labels, str(path))
+    trajectory.metadata["success_once"] = str(_is_true(content.get("success"), str(path))).lower()
+    return trajectory
 
 
-def _views(observation: Any, plain: Callable[[Any], Any], subject: str) -> dict[str, np.ndarray]:
+def _views(observation: Any, subject: str) -> dict[str, np.ndarray]:
     """Return the frames [C,H,W] of an observation by camera; several views are `extra_view_images-0` and so on."""
     if not isinstance(observation, dict) or observation.get(MAIN) is None:
         raise DataError(f"{subject} has no {MAIN}: collect with images.")
     views: dict[str, np.ndarray] = {}
     for camera in CAMERAS:
-        frame = plain(observation.get(camera))
+        frame = observation.get(camera)
         if frame is None:
             continue
         if not isinstance(frame, np.ndarray) or frame.ndim not in (3, 4):
@@ -94,7 +95,7 @@ def _stacked(frames: Sequence[np.ndarray], subject: str) -> np.ndarray:
     return np.stack(frames)
 
 
-def read_payload(path: Path) -> tuple[Trajectory, str]:
+def read_payload(path: Path) -> Trajectory:
     """Read the frames that RLinf's preprocessing sampled out of many episodes, as one trajectory; warn of that."""
     import torch
 
@@ -109,8 +110,7 @@ def read_payload(path: Path) -> tuple[Trajectory, str]:
         raise DataError(f"{path} has no images with a label each, but {listed(content)}.")
     if any(not isinstance(image, torch.Tensor) or image.layout != torch.strided or image.is_meta for image in images):
         raise DataError(f"{path} has images that are no tensors [C,H,W] or [H,W,C].")
-    if sum(image.nbytes for image in images) > REPEATS * path.stat().st_size:
-        raise DataError(f"{path} has images that claim more than {REPEATS} times the bytes of the file.")
+    check_repeats(path, images)
     if any(image.dim() != 3 for image in images) or not all(type(label) in (int, float, bool) for label in labels):
         raise DataError(f"{path} has images that are no tensors [C,H,W] or [H,W,C], or labels that are no numbers.")
     logger.warning(

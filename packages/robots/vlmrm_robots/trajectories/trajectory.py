@@ -27,10 +27,9 @@ from vlmrm.files import content_digest, make_folder, plain_write_errors, write_f
 
 VERSION = "1"
 SUFFIX = ".safetensors"
+RECORD = ".written"  # the file of a folder's names, a line each
 IMAGES = "images."
 SUCCESS = 0.5  # labels from here on are successes
-# Kinds of numbers in others' frames: of floats, the greatest value of all cameras in an episode tells which.
-BYTES, UNIT, LARGE = "uint8", "floats in [0, 1]", "floats from 0 to 255"
 
 
 @dataclass
@@ -78,7 +77,9 @@ def write_trajectory(folder: Path, trajectory: Trajectory, unique: str | None = 
         "version": VERSION,
     }
     make_folder(folder)
-    path = folder / _names_in(folder).add(unique or uuid4().hex[:16])
+    path = folder / f"{_next_number(folder):06d}_{unique or uuid4().hex[:16]}{SUFFIX}"
+    with plain_write_errors(folder / RECORD), open(folder / RECORD, "a") as record:
+        record.write(f"{path.name}\n")  # before the file, so that no process misses it
     # Without fsync: a file that a power cut truncates is refused by its reader, and can be collected again.
     write_file(path, save({**tensors, "labels": labels}, metadata), durable=False)
     return path
@@ -91,60 +92,30 @@ def trajectory_paths(folder: Path) -> list[Path]:
 
 def find_trajectory(folder: Path, unique: str) -> Path | None:
     """Return the file that `write_trajectory` wrote under this `unique` name; None also if there is no such folder."""
-    name = _names_in(folder).by_unique.get(unique) if folder.is_dir() else None
-    return folder / name if name is not None and (folder / name).exists() else None
+    names = _record(folder).read_text() if folder.is_dir() else ""
+    before, found, _ = names.rpartition(f"_{unique}{SUFFIX}\n")
+    path = folder / (before.rpartition("\n")[2] + found).rstrip()
+    return path if found and path.exists() else None
 
 
 def holds(folder: Path, count: int) -> bool:
     """Return whether a folder has `count` trajectories or more, without listing it as long as fewer were written."""
-    return len(_names_in(folder).by_unique) >= count and len(trajectory_paths(folder)) >= count
+    return _next_number(folder) >= count and len(trajectory_paths(folder)) >= count
 
 
-WRITTEN = ".written"  # the names of a folder's files, a line each, in the order in which they were written
+def _record(folder: Path) -> Path:
+    """Return the file of the names that a folder's files were given: listing it would make its n-th file cost n."""
+    if not (record := folder / RECORD).exists():
+        names = "".join(f"{path.name}\n" for path in trajectory_paths(folder))
+        write_file(record, names, durable=False, exclusive=True)
+    return record
 
 
-@dataclass
-class _Names:
-    """The names of a folder's trajectories: listed once by a process, then read from the end of `WRITTEN`.
-
-    Listing at each write would make a folder's n-th file cost n. A name is noted before its file is written, so that
-    no process misses one; a file may therefore be missing.
-    """
-
-    folder: Path
-    by_unique: dict[str, str] = field(default_factory=dict)
-    number: int = 0  # of the next file
-    read: int = -1  # bytes of WRITTEN; before the first look, also what is there prevails over what was once written
-
-    def refresh(self) -> None:
-        written, lines = self.folder / WRITTEN, b""
-        if written.exists():
-            with open(written, "rb") as file:
-                file.seek(max(self.read, 0))
-                lines = file.read()
-        whole = lines[: lines.rfind(b"\n") + 1]  # another process may be writing the last
-        for name in (*whole.decode(errors="replace").split("\n"), *(os.listdir(self.folder) if self.read < 0 else ())):
-            digits, _, unique = name.removesuffix(SUFFIX).partition("_")
-            if name.endswith(SUFFIX):
-                self.by_unique[unique or name] = name
-                self.number = max(self.number, int(digits) + 1 if digits.isdecimal() else 0)
-        self.read = max(self.read, 0) + len(whole)
-
-    def add(self, unique: str) -> str:
-        name = f"{self.number:06d}_{unique}{SUFFIX}"
-        with plain_write_errors(self.folder / WRITTEN), open(self.folder / WRITTEN, "ab") as file:
-            file.write(f"{name}\n".encode())
-        return name
-
-
-_names: dict[tuple[Path, int], _Names] = {}
-
-
-def _names_in(folder: Path) -> _Names:
-    # By its inode too: a folder that was deleted and made anew is another one.
-    names = _names.setdefault((folder.absolute(), folder.stat().st_ino), _Names(folder))
-    names.refresh()
-    return names
+def _next_number(folder: Path) -> int:
+    with open(_record(folder), "rb") as record:
+        record.seek(max(record.seek(0, os.SEEK_END) - 300, 0))  # before the last name
+        number = record.read().rstrip().rpartition(b"\n")[2].partition(b"_")[0]
+    return int(number) + 1 if number.isdigit() else 0
 
 
 @contextmanager
@@ -176,7 +147,7 @@ def _validate(shapes: Mapping[str, tuple[int, ...]], types: Iterable[str], label
         if shape[0] != len(labels):
             counts = f"{shape[0]} frames of {key!r} and {len(labels)} labels"
             raise DataError(f"{subject} has {counts}: each frame needs one.")
-    if wrong := [name for name in types if name not in (BYTES, "U8")]:
+    if wrong := [name for name in types if name not in ("uint8", "U8")]:
         raise DataError(f"{subject} has images of {listed(wrong)}: frames of a trajectory are uint8.")
     if not np.issubdtype(labels.dtype, np.floating):
         raise DataError(f"{subject} has labels of {labels.dtype}: they are float32.")
@@ -280,7 +251,10 @@ def open_folder(folder: Path) -> list[TrajectoryFile]:
     """Open every trajectory of a folder."""
     paths = trajectory_paths(folder)
     if not paths:
-        raise DataError(_explain_empty(Path(folder)))
+        where = Path(folder)
+        inside = [sub.name for sub in sorted(where.glob("*/")) if trajectory_paths(sub)]
+        found = f", but in its folders {listed(inside)}" if inside else ": collect or import some"
+        raise DataError(f"there is no {'trajectory in' if where.is_dir() else 'folder'} {where}{found}.")
     opened: list[TrajectoryFile] = []
     errors: dict[str, DataError] = {}
     for path in paths:
@@ -292,15 +266,6 @@ def open_folder(folder: Path) -> list[TrajectoryFile]:
         count, first = f"{len(errors)} of {len(paths)} files in {folder}", next(iter(errors.values()))
         raise DataError(f"{count} cannot be used ({listed(errors)}), the first because {first}")
     return opened
-
-
-def _explain_empty(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"there is no folder {folder}: check the path."
-    inside = [sub.name for sub in sorted(folder.iterdir()) if trajectory_paths(sub)]
-    if inside:
-        return f"there is no trajectory in {folder}, but in its folders {listed(inside)}: name one of them."
-    return f"there is no trajectory in {folder}: collect or import some (`vlmrm frames collect --help`)."
 
 
 def check_images(folder: Path, files: Sequence[TrajectoryFile], keys: Sequence[str], size: Sequence[int]) -> None:
@@ -350,7 +315,7 @@ class Episode:
 
     name: str
     digest: Callable[[], str]
-    read: Callable[[], tuple[Trajectory, str]]  # with the kind of number of its frames
+    read: Callable[[], Trajectory]
     positive: bool | None = None  # if its folder says so
 
 
@@ -363,26 +328,21 @@ def file_digest(path: Path) -> str:
         raise DataError(f"{path} cannot be read ({error.strerror}): check the path.") from error
 
 
-def stored_as_bytes(images: Mapping[str, np.ndarray], labels: np.ndarray, subject: str) -> tuple[Trajectory, str]:
-    """Return the trajectory of some frames [T,C,H,W] and labels [T], and the kind of number of the frames."""
-    kinds = {key: _kind(frames, f"{subject}: the images {key!r}") for key, frames in images.items()}
-    kind = next(kind for kind in (LARGE, UNIT, BYTES) if kind in kinds.values())
+def stored_as_bytes(images: Mapping[str, np.ndarray], labels: np.ndarray, subject: str) -> Trajectory:
+    """Return the trajectory of frames [T,C,H,W], bytes or floats up to 1 or to 255, and labels [T]."""
+    floats = {key: frames for key, frames in images.items() if frames.dtype != np.uint8}
+    for key, frames in floats.items():
+        if not np.issubdtype(frames.dtype, np.floating):
+            raise DataError(f"{subject}: the images {key!r} are {frames.dtype}: frames are uint8 or floats.")
+        if outside := int((~((frames >= 0) & (frames <= 255))).sum()):
+            counted = f"{outside} of {frames.size} values that are outside [0, 255]"
+            raise DataError(f"{subject}: the images {key!r} have {counted}.")
     # A dark camera of a file from 0 to 255 may not exceed 1 itself: the scale is that of the file.
-    scale = np.float32(255 if kind == LARGE else 1)
+    scale = np.float32(255 if any(frames.max(initial=0) > 1 for frames in floats.values()) else 1)
     stored = {
-        key: to_uint8(frames if kinds[key] == BYTES else frames / scale, f"{subject}: the images {key!r}")
+        key: to_uint8(frames / scale if key in floats else frames, f"{subject}: the images {key!r}")
         for key, frames in images.items()
     }
     if labels.dtype == bool or np.issubdtype(labels.dtype, np.integer):
         labels = labels.astype(np.float32)
-    return Trajectory(stored, labels), kind
-
-
-def _kind(frames: np.ndarray, subject: str) -> str:
-    if frames.dtype == np.uint8:
-        return BYTES
-    if not np.issubdtype(frames.dtype, np.floating):
-        raise DataError(f"{subject} are {frames.dtype}: frames are uint8 or floats.")
-    if outside := int((~((frames >= 0) & (frames <= 255))).sum()):
-        raise DataError(f"{subject} have {outside} of {frames.size} values that are outside [0, 255].")
-    return LARGE if frames.size and frames.max() > 1 else UNIT
+    return Trajectory(stored, labels)
