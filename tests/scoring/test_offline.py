@@ -211,7 +211,7 @@ def test_ranks_share_all_rows_and_no_row_twice(job, tmp_path, options):
     [
         ('{"question": "?", "reply": "!"}', "no known layout has the columns question, reply"),
         (None, "does not exist"),
-        ('{"prompt": "?", "resp', "is not valid json: line 1"),
+        ('{"prompt": "?", "resp', "line 1 is not valid json"),
     ],
 )
 def test_input_that_is_no_table_of_answers_is_refused_at_once(tmp_path, content, said):
