@@ -61,9 +61,11 @@ TASK = "Push the block to the goal."
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
-    rounds = 1 if options.quick else ROUNDS
-    rows = [collection(rounds, 2 if options.quick else EPISODES), training(rounds, 4), scoring(rounds)]
-    return [*rows, writing(50 if options.quick else WRITTEN), prefixes(rounds, "tiny" if options.quick else "h512")]
+    if options.quick:
+        rows = [collection(1, 1), training(1, episodes=2, frames=32, epochs=1), scoring(1)]
+        return [*rows, writing(50), prefixes(1, "tiny", frames=4)]
+    rows = [collection(ROUNDS, EPISODES), training(ROUNDS, episodes=4, frames=256, epochs=EPOCHS), scoring(ROUNDS)]
+    return [*rows, writing(WRITTEN), prefixes(ROUNDS, "h512", frames=PREFIX_FRAMES)]
 
 
 def collection(rounds: int, episodes: int) -> Row:
@@ -98,19 +100,19 @@ def draw_plainly(frames: int) -> None:
     env.close()
 
 
-def training(rounds: int, episodes: int) -> Row:
+def training(rounds: int, episodes: int, frames: int, epochs: int) -> Row:
     """Time epochs of resnet10 on 64x64 frames, read from their files, and the same steps without reading."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         collect(collect_settings(folder, episodes))
         (folder / "negative").mkdir(exist_ok=True)
         index = FrameIndex(open_folder(folder / "positive"), [KEY])
-        numbers = np.linspace(0, len(index) - 1, 256).astype(int)  # of all files
+        numbers = np.linspace(0, len(index) - 1, frames).astype(int)  # of all files
         settings = TrainSettings(
             positive_dir=folder / "positive",
             negative_dir=folder / "negative",
             output_checkpoint=folder / "model",
-            epochs=EPOCHS,
+            epochs=epochs,
             use_cpu=True,
         )
 
@@ -195,13 +197,13 @@ def writing(before: int) -> Row:
     return row("write_flat", last / first, "x", at_most=FLAT) | {"milliseconds": 1000 * last}
 
 
-def prefixes(rounds: int, size: str) -> Row:
+def prefixes(rounds: int, size: str, frames: int) -> Row:
     """Time the forwards of an episode's prefixes: one for each, and one of all."""
-    shape = (PREFIX_FRAMES, PREFIX_SIDE, PREFIX_SIDE, 3)
-    frames = [Image.fromarray(frame) for frame in np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)]
+    shape = (frames, PREFIX_SIDE, PREFIX_SIDE, 3)
+    episode = [Image.fromarray(frame) for frame in np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)]
     with tempfile.TemporaryDirectory() as name:
         scorer = load_local_scorer(reward_checkpoint(Path(name), configuration(size)), dtype="float32", device="cpu")
-    items = scorer.rendered(prefixes_of(TASK, frames))
+    items = scorer.rendered(prefixes_of(TASK, episode))
 
     def in_one() -> list[Any]:
         return scorer.score_rendered(items)

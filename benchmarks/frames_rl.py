@@ -37,7 +37,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
 
 def trained(folder: Path, quick: bool) -> list[Row]:
     checkpoint = classifier(folder, SEEDS[0], *((8, 2, 1) if quick else ()))
-    changes = {"total_steps": 2048, "evaluation_episodes": 5} if quick else {}
+    changes = {"total_steps": 512, "evaluation_episodes": 2} if quick else {}
     seeds = SEEDS[:1] if quick else SEEDS
     settings = policy_settings(folder, checkpoint, accept_unqualified=quick, seeds=seeds, sources=SOURCES, **changes)
     trained_runs = train_policies(settings)

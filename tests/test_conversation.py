@@ -39,60 +39,32 @@ def test_the_examples_in_its_docstrings_are_true():
 @pytest.mark.parametrize(
     ("make", "error", "sentence"),
     [
-        (lambda: Text(3), RowError, "the text of a content part must be a text, got 3"),
-        (lambda: Text(None), RowError, "the text of a content part must be a text, got None"),
-        *(
-            (lambda value=value: Image(value), MediaError, f"{value!r} is no reference to an image: give a path")
-            for value in (3, 0.5, True, {"path": "a.png"}, ["a.png"], ("a.png",))
-        ),
-        (lambda: Video(3), MediaError, "3 is no reference to a video: give a path"),
-        (lambda: Video(["a.png", {"path": "b.png"}]), MediaError, "{'path': 'b.png'} is no reference to a frame of"),
-        (lambda: Message("", ()), RowError, "the role of a message must be a text, got ''"),
-        (lambda: Message(None, ()), RowError, "the role of a message must be a text, got None"),
-        (lambda: Message("user", "Hello"), RowError, "a user message holds 'H': its parts are texts, images"),
-        (lambda: Message("user", ({"type": "text"},)), RowError, "a user message holds {'type': 'text'}: its parts"),
-        (lambda: Conversation(()), RowError, "a conversation has no message: give a list of messages"),
-        (lambda: Conversation([{"role": "user"}]), RowError, "a conversation holds {'role': 'user'}: it is made of"),
-        (
-            lambda: Conversation([Message.of("user", Image())]),
-            RowError,
-            "a user message has an empty image part",
-        ),
-        (
-            lambda: Conversation([ASKED, Message.of("assistant", Video())]),
-            RowError,
-            "an assistant message has an empty video part",
-        ),
-        (lambda: Conversation([ASKED]).answer, RowError, "it ends without an assistant message: there is no answer"),
-        (lambda: Conversation([ASKED]).prompt, RowError, "it ends without an assistant message: there is no answer"),
-        (lambda: Judgement((0, 1), (1,)), RowError, "1 values judge the answers [0, 1]: give each answer one"),
-        (lambda: Judgement((0, 0), (1, 0)), RowError, "2 values judge the answers [0, 0]: give each answer one"),
-        (lambda: Judgement((0, 1), (1, math.nan)), RowError, "the score of answer 2 is nan: write a finite number"),
-        (lambda: Judgement((0, 1), (1, 0), margin=math.inf), RowError, "`margin` is inf: write a finite number"),
-        (lambda: Text("half \ud83d"), RowError, "a text holds '\\ud83d', half of a character"),
-        (lambda: Message.of("usr", "?"), RowError, "the role usr is unknown: did you mean user?"),
-        (lambda: Message.of("gpt", "?"), RowError, "the role gpt is called assistant here: write that"),
-        (lambda: Image(object()), MediaError, "is no reference to an image: give a path, bytes or a data URI"),
-        (
-            lambda: Video(("a.png", "b.png"), VideoOptions(max_frames=2)),
-            MediaError,
-            "max_frames of a video that is a list of frames is not read, as all are taken",
-        ),
-        (lambda: Outcome("x"), RowError, "its score is x: look for broken weights"),
-        (lambda: Judgement((0, 1), ("good", 0)), RowError, "the score of answer 1 is 'good': write a number"),
-        (lambda: Judgement((0, 1), (1, 0), margin="1"), RowError, "`margin` is '1': write a number"),
-        (lambda: Judgement((0, 1), (1, 0), weight=-1), RowError, "`weight` is -1: it must be at least 0"),
-        (
-            lambda: Comparison("r", (ASKED,), TWO, (Judgement((0, 2), (1, 0)),)),
-            RowError,
-            "answers [0, 2] are judged, and there are 2",
-        ),
-        (lambda: Comparison("r", (ASKED,), TWO).judgement, RowError, "its answers are not judged"),
-        (lambda: Outcome(), RowError, "an outcome is a score or an error: give one of them"),
-        (lambda: Outcome(0.5, "no image"), RowError, "an outcome is a score or an error: give one of them"),
-        (lambda: Outcome(math.nan), RowError, "its score is nan: look for broken weights"),
+        (lambda: Text(3), RowError, "must be a text, got 3"),
+        (lambda: Text("half \ud83d"), RowError, "'\\ud83d', half of a character"),
+        (lambda: Image(3), MediaError, "3 is no reference to an image"),
+        (lambda: Image({"path": "a.png"}), MediaError, "no reference to an image"),
+        (lambda: Video(["a.png", {"path": "b.png"}]), MediaError, "{'path': 'b.png'} is no reference to a frame"),
+        (lambda: Video(("a.png", "b.png"), VideoOptions(max_frames=2)), MediaError, "max_frames of a video"),
+        (lambda: Message("", ()), RowError, "role of a message must be a text"),
+        (lambda: Message("user", "Hello"), RowError, "a user message holds 'H'"),
+        (lambda: Message("user", ({"type": "text"},)), RowError, "a user message holds {'type': 'text'}"),
+        (lambda: Message.of("usr", "?"), RowError, "did you mean user?"),
+        (lambda: Message.of("gpt", "?"), RowError, "gpt is called assistant here"),
+        (lambda: Conversation(()), RowError, "no message"),
+        (lambda: Conversation([{"role": "user"}]), RowError, "a conversation holds {'role': 'user'}"),
+        (lambda: Conversation([Message.of("user", Image())]), RowError, "empty image part"),
+        (lambda: Conversation([ASKED]).answer, RowError, "there is no answer"),
+        (lambda: Judgement((0, 1), (1,)), RowError, "1 values judge the answers [0, 1]"),
+        (lambda: Judgement((0, 0), (1, 0)), RowError, "2 values judge the answers [0, 0]"),
+        (lambda: Judgement((0, 1), (1, math.nan)), RowError, "the score of answer 2 is nan"),
+        (lambda: Judgement((0, 1), ("good", 0)), RowError, "the score of answer 1 is 'good'"),
+        (lambda: Judgement((0, 1), (1, 0), margin=math.inf), RowError, "`margin` is inf"),
+        (lambda: Comparison("r", (ASKED,), TWO, (Judgement((0, 2), (1, 0)),)), RowError, "answers [0, 2] are judged"),
+        (lambda: Comparison("r", (ASKED,), TWO).judgement, RowError, "not judged"),
+        (lambda: Outcome(), RowError, "a score or an error"),
+        (lambda: Outcome(math.nan), RowError, "its score is nan"),
     ],
-)  # fmt: skip
+)
 def test_nonsense_is_refused_when_it_is_made(make, error, sentence):
     with pytest.raises(error, match=re.escape(sentence)) as caught:
         make()
@@ -112,12 +84,9 @@ def test_an_option_of_a_video_is_a_number_above_zero(name, value):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"resized_width": 56}, "resized_height and resized_width of a video go together: give both or neither"),
-        (
-            {"min_pixels": 3e5, "max_pixels": 2e5},
-            "max_pixels of a video is 200000.0, below its min_pixels of 300000",
-        ),
-        ({"max_pixels": 50000}, "max_pixels of a video is 50000, below its min_pixels of 100352: raise it or lower"),
+        ({"resized_width": 56}, "resized_height and resized_width of a video go together"),
+        ({"min_pixels": 3e5, "max_pixels": 2e5}, "200000.0, below its min_pixels of 300000"),
+        ({"max_pixels": 50000}, "50000, below its min_pixels of 100352"),
     ],
 )
 def test_options_of_a_video_that_contradict_each_other_are_refused(options, sentence):

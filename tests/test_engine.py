@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 
 import pandas as pd
 import pytest
@@ -117,11 +115,7 @@ def test_every_row_has_the_scores_of_its_branches_or_its_error(engine, renderer,
     options = {"max_tokens_per_batch": budget, "bad_rows": "skip", "interventions": ALONE}
     scored_rows = list(engine(**options).rows(rows, batch_size=4, num_workers=workers))
     assert [row.index for row in scored_rows] == [row["index"] for row in rows]
-    assert (scored_rows[2].id, str(scored_rows[2].error), scored_rows[2].scores) == (
-        "nobody",
-        "row nobody: no answers",
-        [],
-    )
+    assert (str(scored_rows[2].error), scored_rows[2].scores) == ("row nobody: no answers", [])
     for row, scored in zip(rows, scored_rows, strict=True):
         if scored.error is None:
             comparison, changed = row["comparison"], response_only(row["comparison"])
@@ -163,10 +157,3 @@ def test_an_intervention_s_score_that_is_no_number_is_named(engine, renderer, ro
     first, *remaining = work.rows(rows, batch_size=4)
     assert str(first.error).startswith("row pair-0: its response_only score is nan: look for broken weights")
     assert all(row.error is None for row in remaining)
-
-
-def test_it_stands_below_those_who_call_it():
-    """Training, evaluation and scoring import it, and it none of them."""
-    code = "import sys, vlmrm.engine; print([m for m in sys.modules if m.split('.')[0] == 'vlmrm'])"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert not any(f"vlmrm.{upper}" in loaded for upper in ("training", "evaluation", "scoring", "rewards", "serving"))

@@ -3,9 +3,7 @@ page. Its parts run as the other benchmarks do, in test_benchmarks.py."""
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +12,12 @@ import torch
 from test_benchmarks import DATA
 from transformers import AutoConfig
 
-from benchmarks.browser import CHROMIUM, Browser
 from benchmarks.gpu import __main__ as verb
-from benchmarks.gpu import kernels, page, vllm
+from benchmarks.gpu import kernels
 from benchmarks.gpu.models import real_configuration
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.running import ContextLost, Run
-from benchmarks.gpu.supervising import supervise
 from benchmarks.harness import Skipped, row
-from benchmarks.serving.clients import Item
 from vlmrm.modeling import kernels as ours
 from vlmrm.modeling import kernels as vlmrm_kernels
 
@@ -86,23 +81,6 @@ def test_a_gpu_that_is_lost_ends_the_process_after_the_row(tmp_path):
     with pytest.raises(ContextLost):
         part_of(tmp_path).attempt("bad", raising(RuntimeError("CUDA error: an illegal memory access was encountered")))
     assert "illegal memory access" in statuses(part_of(tmp_path))["bad"]
-
-
-def test_results_of_two_calls_are_merged_by_case(tmp_path):
-    for name, measured in (("a", 1.0), ("b", 2.0)):
-        run = part_of(tmp_path / name)
-        run.attempt(f"only {name}", one(f"only {name}"))
-        run.attempt("both", one("both", measured))
-        run.results.where = {"gpu": "NVIDIA H200"}
-        run.results.save()
-    first, second = (Results.read(tmp_path / name, tiny=True) for name in "ab")
-    first.merge(second)
-    assert [(line["case"], line["measured"]) for line in first.part("part").rows] == [
-        ("only a", 1.0), ("only b", 1.0), ("both", 2.0),
-    ]  # fmt: skip
-    second.where = {"gpu": "NVIDIA H100"}
-    with pytest.raises(ValueError, match=r"H100.*H200"):
-        first.merge(second)
 
 
 def test_a_wrong_kernel_fails_the_verb_and_the_other_parts_run(tmp_path, monkeypatch, capsys):
@@ -175,21 +153,6 @@ def test_the_real_sizes_are_those_of_the_published_configurations():
         assert rope["rope_theta"] == published.text_config.rope_parameters["rope_theta"]
 
 
-def test_a_command_that_does_not_end_is_stopped_with_what_it_started(tmp_path):
-    mark = tmp_path / "child"
-    script = f"sleep 60 & echo $! > {mark}; wait"
-    assert supervise(["bash", "-c", script], 0.5) is None
-    child = int(mark.read_text())
-    for _ in range(50):
-        if not Path(f"/proc/{child}").exists() or Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":
-            break
-        time.sleep(0.1)
-    else:
-        os.kill(child, 9)
-        pytest.fail("its child runs on")
-    assert supervise(["bash", "-c", "exit 7"], 60) == 7
-
-
 def test_a_process_that_dies_leaves_its_case_as_a_row(tmp_path):
     run = part_of(tmp_path)
     run.results.tiny = False
@@ -200,41 +163,3 @@ def test_a_process_that_dies_leaves_its_case_as_a_row(tmp_path):
     assert results.failures(["part"]) == ["part: the case: its process ended with -11"]
     assert results.part("part").holds("the case"), "it is not tried again"
     assert not verb.blame("part", "its process ended with 1", tmp_path, failed=True), "before any case"
-
-
-def test_vllm_s_scores_must_be_of_the_same_inputs():
-    def service(items: list[Item]) -> list[float]:
-        return [float(hash(it.answer) % 1000) for it in items]
-
-    rows = list(vllm.compared({"service": service, "vllm": lambda items: [x + 1e-3 for x in service(items)]}, 1, 2))
-    assert [line["case"] for line in rows] == ["groups of 16", "scores apart"]
-    assert rows[1]["measured"] < 1e-4 and rows[1]["offset"] > 0
-    with pytest.raises(kernels.Unequal, match="correlate"):
-        list(vllm.compared({"service": service, "vllm": lambda items: service(items)[::-1]}, 1, 2))
-
-
-def test_the_page_needs_nothing_but_itself(tmp_path):
-    results = Results(tmp_path / "results.json", where={"gpu": "NVIDIA <b>H200</b>", "versions": {"torch": "2.15"}})
-    lines = [
-        row("3b 1 pair, checkpointing: MFU", 0.31, "of peak"),
-        row("3b 4 pairs, checkpointing: MFU", 0.47, "of peak", at_least=0.45),
-        row("3b 4 pairs, checkpointing: ratio", 1.4, "x naive", at_least=2.0, bound=1.6),
-        {**row("3b 16 pairs, no checkpointing", None, ""), "status": "out of memory"},
-    ]
-    for line in lines:
-        results.part("steps_3b").keep(line["case"], [line])
-    results.part("steps_3b").cut["3b 64 pairs"] = 200.0
-    path = page.write_page(results, {"kernels": "kernels", "steps_3b": "steps of a 3B"})
-    text = path.read_text()
-    assert "<script" not in text and "http" not in text.replace("http://www.w3.org", "").replace("http-equiv", "")
-    assert "&lt;b&gt;H200" in text
-    assert text.count("<svg") == 2
-    assert "cut at 200 s" in text and "out of memory" in text
-    assert "1 of 2 targets are held; missed: 3b 4 pairs, checkpointing: ratio" in text
-    if CHROMIUM is None:
-        pytest.skip("no Chromium to open it in")
-    with Browser(tmp_path / "profile") as browser:
-        browser.resize(390, 800)
-        browser.open(path)
-        assert browser.complaints == []
-        assert browser.evaluate("document.documentElement.scrollWidth") <= 390

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import NoReturn
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -168,7 +169,10 @@ def test_robots_import_with_their_own_packages(extras, storeys):
 
 # The wheel has what it needs -----------------------------------------------------------------------------------------
 
-FIGURES = r"Of (?P<pairs>[\d,]+) held-out pairs it ranks\s(?P<right>[\d.]+)% right .*\s.*grey, (?P<grey>[\d.]+)%"
+SHORT = {  # what the demo's configurations are where it is installed
+    "demo.yaml": {"max_steps": 4, "eval_steps": 2, "save_steps": 2, "warmup_steps": 1, "max_eval_samples": 20},
+    "demo_eval.yaml": {"max_eval_samples": 20},
+}
 BUILD = "import setuptools.build_meta as backend; backend.build_wheel('wheels')"
 FIND_FRAMES_DEMO = """
 import sys
@@ -198,28 +202,17 @@ def test_the_wheel_has_all_that_a_demo_needs(tmp_path):
 
     venv.create(environment, symlinks=True)
     python = environment / "bin" / "python"
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--no-deps",
-        "--no-index",
-        *wheels,
-        folder=elsewhere,
-    )
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
+    run(*pip, *wheels, folder=elsewhere)
     [packages] = environment.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")  # its own .pth are not read
     run(python, "-c", FIND_FRAMES_DEMO, environment, folder=elsewhere)
     assert "collect" in run(environment / "bin" / "vlmrm", "frames", "--help", folder=elsewhere)
-    printed = run(environment / "bin" / "vlmrm", "demo", folder=elsewhere)
-    assert (elsewhere / "outputs/demo/summary.json").is_file() and "report" in printed
-    # What README shows of it; another processor rounds otherwise, and learns a little more or less.
-    shown, measured = (re.search(FIGURES, text) for text in ((ROOT / "README.md").read_text(), printed))
-    assert shown and measured and shown["pairs"] == measured["pairs"] and shown["grey"] == measured["grey"]
-    assert abs(float(shown["right"]) - float(measured["right"])) <= 2
+    for name, keys in SHORT.items():
+        config = packages / "vlmrm/demo_configs" / name
+        config.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | keys))
+    assert "report" in run(environment / "bin" / "vlmrm", "demo", folder=elsewhere)
+    assert json.loads((elsewhere / "outputs/demo/summary.json").read_text())["best_checkpoint"]
 
 
 def run(*command: str | Path, folder: Path) -> str:
@@ -280,13 +273,9 @@ def test_a_built_in_reward_asks_for_its_extra(name, extra, monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [SimpleNamespace(name="frame_success", load=load)])
     with pytest.raises(ConfigError, match=rf"the reward {name} needs torch: .*\[{extra}\]"):
         registry.reward_model_class(name)
-
-
-def test_without_robots_their_rewards_say_what_to_install(monkeypatch):
     monkeypatch.setattr(registry, "entry_points", lambda group: [])
-    for name in ("Robometer", "frame_success"):
-        with pytest.raises(ConfigError, match=rf"the reward {name} needs vlmrm-robots: pip install .*packages/robots"):
-            registry.reward_model_class(name)
+    with pytest.raises(ConfigError, match=r"frame_success needs vlmrm-robots: pip install .*packages/robots"):
+        registry.reward_model_class("frame_success")
 
 
 @pytest.mark.parametrize(
@@ -307,12 +296,10 @@ def test_a_verb_that_is_not_installed_or_broken_is_one_sentence(entries, sentenc
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
-        (["train", "config.yaml"], "train"),
         (["eval", "config.yaml"], "train"),
         (["check-data", "rows.jsonl"], "train"),
         (["score", "--model", "m", "--prompt", "p", "--response", "r"], "local"),
         (["report", "scores.parquet"], "report"),
-        (["init-tiny", "folder"], "local"),
         (["serve", "--model", "m"], "serve"),
         (["frames", "demo"], "frames"),
     ],
@@ -337,7 +324,6 @@ BLOCKED = IMPORT.partition("failed = {}")[0].replace("json.load(sys.stdin)", "(%
     ("origin", "command"),
     [
         (None, "pip install -e '.[train]' in vlmrm's folder"),
-        ({"url": "file:///code/vlmrm", "dir_info": {"editable": True}}, "pip install -e '.[train]' in vlmrm's folder"),
         ({"url": "file:///v-1-py3-none-any.whl", "archive_info": {}}, "'vlmrm[train] @ file:///v-1-py3-none-any.whl'"),
         (
             {"url": "https://host/vlmrm", "vcs_info": {"vcs": "git", "commit_id": "abc"}},
@@ -376,27 +362,12 @@ def test_the_pins_are_names_and_versions_and_within_the_bounds():
             assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, requirement
 
 
-def test_the_lowest_versions_are_tried_without_the_pins():
-    text = (ROOT / "Makefile").read_text()
-    [lowest] = re.findall(r"^\$\(LOWEST\):.*\n((?:\t.*\n)+)", text, re.M)
-    [install] = re.findall(r"^INSTALL = (.*)$", text, re.M)
-    assert "--constraint constraints.txt" in install and "constraint" not in lowest and "$(INSTALL)" not in lowest
-
-
 def made(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Return what `make` says in a checkout without .venv."""
     (folder / "packages" / "robots").mkdir(parents=True, exist_ok=True)
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "packages/robots/pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True)
-
-
-def test_the_demo_installs_what_it_needs_and_says_how_much(tmp_path):
-    demo, test = (made(tmp_path, "--dry-run", verb).stdout for verb in ("demo", "test"))
-    assert "'.[train]'" in demo and "[dev]" not in demo and "'.[train]'" in test and "'.[dev]'" in test
-    [size] = re.findall(r"^\| `train` \|.*\| (\d+) \| (\d),(\d)00 \|$", (ROOT / "docs/install.md").read_text(), re.M)
-    assert "{} packages, {}.{} GB".format(*size) in demo
-    assert not [line for line in demo.splitlines() if ".[train]" in line and "--quiet" in line]
 
 
 def test_make_refuses_an_old_python_by_name(tmp_path):

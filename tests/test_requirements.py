@@ -9,21 +9,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-
-
-def test_no_python_is_promised_on_which_trl_does_not_run():
-    assert "3.10" not in SpecifierSet(PROJECT["requires-python"])
-
-
-def test_the_oldest_python_is_the_same_everywhere():
-    oldest = PROJECT["requires-python"].removeprefix(">=")
-    for name in ("README.md", "Makefile"):
-        assert f"Python {oldest} or newer" in (ROOT / name).read_text(encoding="utf-8"), name
 
 
 @pytest.mark.parametrize(

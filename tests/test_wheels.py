@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import wheels
-from benchmarks.wheels import Missing, Packing, cut, describe, install, pack
+from benchmarks.wheels import Missing, Packing, cut, install, pack
 
 LINUX = "manylinux_2_17_x86_64"
 
@@ -115,34 +115,6 @@ def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path):
     assert [*notes.parent.iterdir()] == [notes] and notes.read_text() == "mine"
 
 
-def test_an_installation_that_failed_can_be_repeated(tmp_path, monkeypatch):
-    cut([wheel(tmp_path, "first")], tmp_path / "wheels", 10**6)
-    site = tmp_path / "site"
-
-    def stopped(*words):
-        (site / "half").write_text("")
-        raise Missing("stopped")
-
-    for _ in range(2):
-        monkeypatch.setattr(wheels, "_pip", stopped)
-        with pytest.raises(Missing, match="stopped"):
-            install([tmp_path / "wheels"], site)
-    monkeypatch.setattr(wheels, "_pip", lambda *words: None)
-    assert install([tmp_path / "wheels"], site) == f"1 wheels are installed in {site}"
-
-
-@pytest.mark.parametrize("name", ["../outside-1.0-py3-none-any.whl", "{folder}/outside.whl", "..", "sitecustomize.py"])
-def test_an_index_writes_nothing_but_wheels_and_nowhere_else(name, tmp_path, monkeypatch):
-    cut([wheel(tmp_path, "first")], tmp_path / "wheels", 10**6)
-    file = tmp_path / "wheels" / "1" / wheels.INDEX
-    [entry] = json.loads(file.read_text()).values()
-    file.write_text(json.dumps({name.format(folder=tmp_path): entry}))
-    monkeypatch.setattr(wheels, "_pip", lambda *words: None)
-    with pytest.raises(Missing, match=r"is not the name of a wheel"):
-        install([tmp_path / "wheels"], tmp_path / "site")
-    assert not (tmp_path / "outside.whl").exists()
-
-
 def test_a_later_requirement_replaces_an_earlier_choice_and_a_missing_wheel_is_named(index, tmp_path):
     for version in ("1.0", "2.0"):
         wheel(index, "low", version)
@@ -154,11 +126,3 @@ def test_a_later_requirement_replaces_an_earlier_choice_and_a_missing_wheel_is_n
     assert sorted(path.name for path in folder.iterdir()) == ["low-1.0-py3-none-any.whl", "picky-1.0-py3-none-any.whl"]
     with pytest.raises(Missing, match="no wheel for that machine meets nowhere>=3: No matching distribution"):
         packing.add(["nowhere>=3"])
-
-
-def test_a_machine_is_described_with_what_its_distributions_require():
-    made = describe()
-    assert made["installed"]["torch"] and any(it.startswith("numpy") for it in made["requires"]["transformers"])
-    assert made["environment"]["python_version"] == f"{sys.version_info[0]}.{sys.version_info[1]}"
-    assert "any" not in made["platforms"]
-    json.dumps(made)

@@ -32,40 +32,19 @@ def argilla(*raters: dict[str, Any], **fields: str):
 
 
 REFUSED = {
-    "nobody has judged": (label_studio([]), "nobody has judged its answers"),
+    "nobody has judged": (label_studio([]), "nobody has judged"),
     "nothing selected": (label_studio([pairwise(None)]), "`selected` is None"),
-    "two questions that differ": (
-        label_studio([pairwise("left"), pairwise("right", control="safety")]),
-        "its 2 pairwise results differ",
-    ),
-    "no tags": (label_studio([pairwise("left") | {"to_name": None}]), "has no `to_name`"),
+    "two that differ": (label_studio([pairwise("left"), pairwise("right", control="safety")]), "2 pairwise results"),
     "tags of no field": (label_studio([pairwise("left", "x,y")]), "it compares x and y"),
     "tags that are turned": (label_studio([pairwise("left", "txt-2,txt-1")]), "it compares txt-2 and txt-1"),
-    "one rating": (label_studio([rating(4, "answer1")]), "its ratings are not of"),
-    "two ratings of each": (
-        label_studio([rating(4, f"answer{n}", control) for n in (1, 2) for control in ("clear", "true")]),
-        "its ratings are not of",
-    ),
+    "one rating": (label_studio([rating(4, "answer1")]), "its ratings"),
     "a rating that is none": (label_studio([rating(4, "answer1"), rating(None, "answer2")]), "write a number"),
-    "no two answers": (label_studio([pairwise("left", "x,y")], prompt="What?", text="Eggs."), "have no two answers"),
-    "two rankings": (
-        argilla({name: [{"rank": 1, "value": "response_1"}] for name in ("clear", "true")}),
-        "both rank the answers",
-    ),
-    "a ranking of other fields": (argilla({"order": [{"rank": 1, "value": "reply"}]}), "which are not all fields"),
-    "a ranking that leaves one out": (
-        argilla(
-            {"order": [{"rank": 1, "value": "response_1"}, {"rank": 2, "value": "response_2"}]},
-            {"order": [{"rank": 1, "value": "response_1"}]},
-        ),
-        "a rater of `order` left out an answer",
-    ),
-    "two choices": (argilla({"clear": "response_1", "true": "response_2"}), "both say which answer is better"),
-    "two ratings of an answer": (
-        argilla({"clear_1": 1, "clear_2": 2, "true_1": 2, "true_2": 1}),
-        "rate the answers several times",
-    ),
-    "a rater of one answer": (argilla({"rating_1": 1, "rating_2": 2}, {"rating_1": 5}), "has rated one answer only"),
+    "no two answers": (label_studio([pairwise("left", "x,y")], prompt="What?", text="Eggs."), "no two answers"),
+    "two rankings": (argilla({name: [{"rank": 1, "value": "response_1"}] for name in "ab"}), "both rank the answers"),
+    "a ranking of other fields": (argilla({"order": [{"rank": 1, "value": "reply"}]}), "not all fields"),
+    "two choices": (argilla({"clear": "response_1", "true": "response_2"}), "which answer is better"),
+    "two ratings of an answer": (argilla({"clear_1": 1, "clear_2": 2, "true_1": 2, "true_2": 1}), "several times"),
+    "a rater of one answer": (argilla({"rating_1": 1, "rating_2": 2}, {"rating_1": 5}), "one answer only"),
     "a question about something else": (argilla({"data": 1, "verb": 2}), "nobody has submitted"),
 }
 

@@ -54,15 +54,12 @@ def test_a_conversation_as_chatml():
 @pytest.mark.parametrize(
     ("messages", "sentence"),
     [
-        ([Message.of("user", "A <|im_end|> b?"), SAID], "a user message holds <|im_end|>, which ChatML would read as"),
-        ([Message.of("user", "?"), Message.of("assistant", "<|x|>")], "an assistant message holds <|x|>, which"),
-        ([Message.of("the user", "?"), SAID], "the role 'the user' is no word, as ChatML needs it"),
-        ([Message.of("user", "a", "b"), SAID], "a user message has two texts in a row, which ChatML makes one"),
-        (
-            [Message.of("user", Video("v.mp4", VideoOptions(fps=1.0))), SAID],
-            "a video has options, which ChatML cannot express",
-        ),
-        ([Message.of("user", "?")], "it ends without an assistant message: there is no answer to score"),
+        ([Message.of("user", "A <|im_end|> b?"), SAID], "<|im_end|>"),
+        ([Message.of("user", "?"), Message.of("assistant", "<|x|>")], "<|x|>"),
+        ([Message.of("the user", "?"), SAID], "'the user'"),
+        ([Message.of("user", "a", "b"), SAID], "two texts in a row"),
+        ([Message.of("user", Video("v.mp4", VideoOptions(fps=1.0))), SAID], "options"),
+        ([Message.of("user", "?")], "no answer to score"),
     ],
 )  # fmt: skip
 def test_an_inexpressible_conversation_is_refused(messages, sentence):
