@@ -13,7 +13,8 @@ from PIL import Image
 
 from vlmrm import cli, load_scorer
 from vlmrm.errors import ConfigError, MediaError, RowError
-from vlmrm.modeling import checkpoint_digest
+from vlmrm.modeling import checkpoint_digest, write_complete
+from vlmrm.modeling.tiny import make_tiny_reward_model
 
 QUESTION = "Which colour is this?"
 
@@ -78,6 +79,16 @@ def test_a_score_does_not_depend_on_its_company(scorer):
         random.Random(seed).shuffle(order)
         together = scorer.score([mixed()[i] for i in order])
         assert together == pytest.approx([alone[i] for i in order], abs=1e-5)
+
+
+def test_scores_are_without_dropout(tmp_path):
+    folder = make_tiny_reward_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["attention_dropout"] = 0.5
+    (folder / "config.json").write_text(json.dumps(config))
+    write_complete(folder, world_size=1, step=0)
+    scorer = load_scorer(folder)
+    assert scorer.score(mixed()) == pytest.approx(scorer.score(mixed()), abs=1e-6)
 
 
 def test_the_batch_budget_changes_memory_and_not_scores(tiny_reward_model, scorer):
