@@ -80,7 +80,7 @@ MUTANTS = (
         "(Float32Linear(before, after),)",
         "tests/modeling",
     ),
-    Mutant(SCORER, "self.loaded = loaded\n", "self.loaded = loaded\n        loaded.model.train()\n", "tests/scoring"),
+    Mutant(SCORER, "loaded.model.eval()", "loaded.model.train()", "tests/scoring"),
     Mutant(SCORER, "_ = conversation.answer", "pass", "tests/scoring"),
     # A measure that is another one.
     Mutant(PAIRS, "(margins > 0) + 0.5 * (margins == 0)", "(margins > 0) + 1.0 * (margins == 0)", "tests/measures"),
@@ -118,8 +118,13 @@ MUTANTS = (
     Mutant(TRANSFORMS, "if not np.isfinite(values).all():", "if False:", "tests/scoring tests/rewards"),
     Mutant(SERVERS, "return monotonic() < self.opened + COOL_DOWN", "return False", "tests/rewards"),
     Mutant(SERVERS, "self._passed()\n            raise", "raise", "tests/rewards"),
-    Mutant(ADAPTERS + "swift_orm.py", "np.where(np.isnan(settled), mean, settled)", "settled", "tests/adapters"),
-    Mutant(ADAPTERS + "verl_reward.py", "if np.isnan(value) and name in self.needed", "if False", "tests/adapters"),
+    Mutant(ADAPTERS + "swift_orm.py", "np.where(np.isnan(values), means[name], values)", "values", "tests/adapters"),
+    Mutant(ADAPTERS + "rows.py", "if np.isnan(value) and name in self.needed", "if False", "tests/adapters"),
+    Mutant(
+        ADAPTERS + "rows.py", "with_group_means(values, groups, elsewhere)", "values", "tests/adapters tests/rewards"
+    ),
+    Mutant("vlmrm/rewards/reward_set.py", "if len(failures) > most else []", "", "tests/rewards"),
+    Mutant("vlmrm/rewards/remote.py", "time.monotonic() + PAUSE >= end", "True", "tests/rewards"),
     # Rows that are others.
     Mutant(VERDICTS, '"about same", "neither"], TIE', '"about same", "neither"], SECOND', "tests/formats tests/data"),
     Mutant(DONORS, "isinstance(b, str) and a != b", "isinstance(b, str)", "tests/batching tests/data"),
