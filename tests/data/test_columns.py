@@ -15,7 +15,7 @@ from vlmrm.config import parse
 from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.check import check_data
-from vlmrm.data.columns import MALFORMED, parse_columns, renamed
+from vlmrm.data.columns import parse_columns
 from vlmrm.data.comparisons import load_comparisons
 from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.scoring.offline import OfflineJob
@@ -66,17 +66,14 @@ def test_columns_are_given_as_words_as_json_and_as_a_mapping(words, tmp_path, mo
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"image_s": "picture"}, "reads picture as image_s, which no layout has: did you mean images?"),
+        ({"image_s": "picture"}, "did you mean images?"),
         ({"picture": "images"}, "write images=picture"),
         (["images=picture", "images=photo"], "names images twice"),
         ({"images": "picture", "image": "picture"}, "reads picture twice"),
-        ("picture", "columns holds 'picture': write columns as"),
+        ("picture", "'picture'"),
         ('{"images": ', "not valid JSON"),
         ({"images": 3}, "names no column"),
         ({"contest": "ignore"}, "write ignore=contest"),
-        (["ignore=contest", "prompt=contest"], "reads contest twice"),
-        ({"kolonne": "caption_right"}, "write NAME=COLUMN"),
-        ({"images": ""}, "names no column"),
     ],
 )
 def test_a_mapping_that_cannot_be_meant_is_refused(columns, message):
@@ -99,23 +96,15 @@ def test_a_column_that_is_not_there_or_there_twice_is_named(streaming, tmp_path)
     assert text_of(row.answers[0]) == "A dog."
 
 
-def test_a_row_with_values_under_both_names_is_wrong():
-    """A stream of lines may have a second column only in a later row."""
-    names = {"picture": "images"}
-    assert renamed({"picture": "a.png", "images": None}, names) == {"images": "a.png"}
-    assert "both `picture` and `images`" in renamed({"picture": "a.png", "images": ["b.png"]}, names)[MALFORMED]
-
-
 def test_the_mapping_of_a_column_that_is_not_read_is_shown(tmp_path):
     path = write(tmp_path / "rows.jsonl", {"question": "?", "photo": "a.png", "chosen": "A", "rejected": "B"})
-    with pytest.raises(DataError, match=r"`photo` holds an image .* read it with --columns images=photo if"):
+    with pytest.raises(DataError, match=r"`photo` holds an image .* --columns images=photo"):
         load(path)
     assert references(load(path, columns={"images": "photo"})[0].prompt) == [str(tmp_path / "a.png")]
     path = write(tmp_path / "query.jsonl", {"query": "?", "system_prompt": "Be kind.", "chosen": "A", "rejected": "B"})
-    with pytest.raises(DataError, match=r"--columns prompt=query, or leave it out"):
-        load(path)
-    with pytest.raises(DataError, match=r"--columns system=system_prompt, or leave it out"):
-        load(path, columns={"prompt": "query"})
+    for columns, said in ({}, "prompt=query"), ({"prompt": "query"}, "system=system_prompt"):
+        with pytest.raises(DataError, match=f"--columns {said}"):
+            load(path, columns=columns)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -129,8 +118,6 @@ def test_a_column_is_ignored_by_its_name(streaming, tmp_path):
     assert "contexts" not in row.columns and not references(row.prompt)
     [same] = load(path, streaming=streaming, columns=["ignore=contexts", "ignore=photo"])
     assert same == row
-    with pytest.raises(DataError, match="no column `contxt`"):
-        load(path, streaming=streaming, columns={"ignore": "contxt"})
 
 
 def test_the_image_folder_of_a_hub_is_read_without_a_mapping(tmp_path):

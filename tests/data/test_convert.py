@@ -48,13 +48,7 @@ LAYOUTS: dict[str, list[dict]] = {
     "Pick-a-Pic": [{"caption": "a cat", "jpg_0": "a.png", "jpg_1": "b.png", "label_0": v} for v in (0, 0.5, 1)],
     "ImageReward": [{"prompt": "a cat", "generations": ["a.png", "b.png", "c.png"], "ranking": [2, 1, 2]}],
     "raters": [{"prompt": "What?", "responses": ["a", "b"], "ranks": {"ann": [1, 2], "bob": [2, 1]}}],
-    "videos": [
-        {
-            "prompt": [{"role": "user", "content": [VIDEO, {"type": "text", "text": "?"}]}],
-            "chosen": "a",
-            "rejected": "b",
-        }
-    ],
+    "videos": [{**PAIR, "prompt": [{"role": "user", "content": [VIDEO, {"type": "text", "text": "?"}]}]}],
     "two videos and a verdict": [{"prompt": "a cat", "video_a": "a.mp4", "video_b": "b.mp4", "preference": "B"}],
     "frames": [{**PAIR, "videos": [["a.png", "b.png"]]}],
 }
@@ -116,14 +110,6 @@ def test_embedded_media_are_the_files(name, here):
     assert [(row.id, row.judgements) for row in after] == [(row.id, row.judgements) for row in before]
 
 
-def test_a_tie_stays_a_tie(here):
-    rows = [{"caption": "a cat", "jpg_0": "a.png", "jpg_1": "b.png", "label_0": label} for label in (0.5, 1)]
-    run("convert", write("rows.jsonl", rows), "--output", "out.jsonl")
-    tied, other = (json.loads(line) for line in Path("out.jsonl").read_text().splitlines())
-    assert tied["tie"] is True and "tie" not in other
-    assert other["chosen"][0]["content"] == [{"type": "image", "image": "a.png"}]
-
-
 def test_conversion_keeps_which_answer_came_first(here, capsys):
     rows = [
         {"prompt": f"q{i}", "response_a": "yes", "response_b": "no", "preference": "aab"[i % 3]} for i in range(30)
@@ -169,18 +155,15 @@ def test_paths_below_the_output_are_relative(here):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (
-            ["convert", "rows.jsonl", "--output", "rows.jsonl"],
-            "rows.jsonl exists already and is not overwritten",
-        ),
-        (["convert", "rows.jsonl", "--output", "out.csv"], "name a .parquet or .jsonl file"),
-        (["convert", "rows.jsonl", "--output", "out.jsonl", "--embed"], "name a .parquet file, or leave --embed out"),
-        (["convert", "--output", "out.jsonl"], "there is nothing to read"),
-        (["convert", "bad.jsonl", "--output", "out.jsonl"], "row bad.jsonl:2: the answers are the same"),
-        (["convert", "same.jsonl", "--output", "out.jsonl", "--bad-rows", "skip"], "none of 1 row can be read"),
-        (["convert", "lost.jsonl", "--output", "out.parquet", "--embed"], "row lost.jsonl:1: "),
-        (["split", "rows.jsonl", "--output", "parts", "--fraction", "2"], "--fraction is 2.0"),
-        (["split", "rows.jsonl", "--output", "parts"], "leaves no rows for evaluation: 1 rows have 1 prompts"),
+        ("convert rows.jsonl --output rows.jsonl", "rows.jsonl exists already"),
+        ("convert rows.jsonl --output out.csv", "name a .parquet or .jsonl file"),
+        ("convert rows.jsonl --output out.jsonl --embed", "name a .parquet file"),
+        ("convert --output out.jsonl", "nothing to read"),
+        ("convert bad.jsonl --output out.jsonl", "row bad.jsonl:2: the answers are the same"),
+        ("convert same.jsonl --output out.jsonl --bad-rows skip", "none of 1 row can be read"),
+        ("convert lost.jsonl --output out.parquet --embed", "row lost.jsonl:1: "),
+        ("split rows.jsonl --output parts --fraction 2", "--fraction is 2.0"),
+        ("split rows.jsonl --output parts", "no rows for evaluation"),
     ],
 )
 def test_a_mistake_costs_one_sentence_and_no_file(words, message, here, capsys):
@@ -191,16 +174,10 @@ def test_a_mistake_costs_one_sentence_and_no_file(words, message, here, capsys):
     write("lost.jsonl", [{**PAIR, "image": "lost.png"}])
     before = {path: path.read_bytes() for path in here.iterdir() if path.is_file()}
     with pytest.raises(SystemExit):
-        run(*words)
+        run(*words.split())
     captured = capsys.readouterr().err.strip().splitlines()[-1]
     assert captured.startswith("error: ") and message in captured
     assert {path: path.read_bytes() for path in here.iterdir() if path.is_file()} == before
-
-
-def test_skipped_rows_are_counted(here, capsys):
-    write("rows.jsonl", [PAIR, {**PAIR, "rejected": PAIR["chosen"]}])
-    run("convert", "rows.jsonl", "--output", "out.jsonl", "--bad-rows", "skip")
-    assert "wrote 1 row to out.jsonl; left 1 row out" in capsys.readouterr().out
 
 
 def test_a_split_is_that_of_eval_fraction_but_for_images_that_look_alike(here, capsys):

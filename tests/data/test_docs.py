@@ -25,8 +25,3 @@ def test_every_sample_is_read_and_every_layout_has_one():
     for row in rows:
         assert len(read_row(row, "docs", lambda reference: reference).answers) >= 2
     assert {detect_layout(row).name for row in rows} == {layout.name for layout in LAYOUTS}
-
-
-def test_the_order_of_recognition_is_the_documented_one():
-    table = re.findall(r"^\| \d+ \| \[(.*?)\]", DOCS, re.MULTILINE)
-    assert table == [layout.name for layout in LAYOUTS]

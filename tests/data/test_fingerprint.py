@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from vlmrm.data.comparisons import data_fingerprint
-from vlmrm.errors import DataError
 
 MIDDLE = 3 << 20  # further from either end than anybody would read for a sample
 
@@ -38,10 +37,6 @@ def test_a_copy_is_the_same_data_and_a_file_more_is_not(table, tmp_path):
     assert data_fingerprint([str(tmp_path / "elsewhere")]) != before
 
 
-def test_a_hub_id_counts_by_its_name():
-    assert data_fingerprint(["someone/pairs"]) != data_fingerprint(["someone/other"])
-
-
 def test_hidden_files_beside_the_data_do_not_count(table, tmp_path):
     hidden = table.parent.rename(tmp_path / ".scratch")  # which is part of the path that was given
     before = data_fingerprint([str(hidden)])
@@ -51,12 +46,3 @@ def test_hidden_files_beside_the_data_do_not_count(table, tmp_path):
     assert data_fingerprint([str(hidden)]) == before
     (hidden / table.name).write_bytes(b"other")
     assert data_fingerprint([str(hidden)]) != before
-
-
-def test_a_file_that_cannot_be_read_is_named(table, monkeypatch):
-    def refused(path, *state):
-        raise PermissionError(13, "Permission denied", path)
-
-    monkeypatch.setattr("vlmrm.files._digest", refused)
-    with pytest.raises(DataError, match=rf"{table} cannot be read \(Permission denied\): "):
-        data_fingerprint([str(table)])

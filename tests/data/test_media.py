@@ -2,8 +2,6 @@
 
 import base64
 import io
-import subprocess
-import sys
 
 import av
 import numpy as np
@@ -13,7 +11,7 @@ from PIL import Image
 from qwen_vl_utils import vision_process
 
 from vlmrm.conversation import FRAME_PIXELS, Video, VideoOptions
-from vlmrm.data.media import PathRules, media_key, media_round, open_image, open_video
+from vlmrm.data.media import PathRules, media_key, open_image, open_video
 from vlmrm.errors import MediaError
 from vlmrm.formats.openai import read_reference
 
@@ -40,19 +38,6 @@ def test_every_kind_of_reference_opens_to_the_same_pixels(picture, tmp_path):
     references += map(read_reference, cells)
     for reference in references:
         assert np.array_equal(np.asarray(open_image(reference)), np.asarray(picture))
-
-
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
-def test_a_tall_transparent_image_is_put_on_white_as_a_whole_would_be(mode):
-    cells = np.random.default_rng(0).integers(0, 256, (1300, 7, 4), dtype=np.uint8)
-    image = Image.fromarray(cells if mode == "RGBA" else cells[..., :2].copy())  # by the number of channels
-    if mode == "P":
-        image = Image.fromarray(cells[..., 0].copy())
-        image = image.convert("P")
-        image.info["transparency"] = cells[0, :, 1].tobytes()
-    layer = image.convert("RGBA")
-    whole = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
-    assert np.array_equal(np.asarray(open_image(encode(image))), np.asarray(whole))
 
 
 def test_transparent_images_are_put_on_white(tmp_path):
@@ -97,15 +82,15 @@ def test_a_bad_file_is_named_with_its_reason(content, reason, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_missing_files_urls_and_bombs_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(MediaError, match="does not exist"):
-        open_image(str(tmp_path / "none.png"))
-    with pytest.raises(MediaError, match="download"):
-        open_image("https://example.org/cat.png")
-    with pytest.raises(MediaError, match="base64"):
-        open_image("data:image/png;base64,@@@@")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)
-    with pytest.raises(MediaError, match="limit"):
-        open_image(encode(Image.new("RGB", (50, 60))))
+    for reference, said in (
+        (str(tmp_path / "none.png"), "does not exist"),
+        ("https://example.org/cat.png", "download"),
+        ("data:image/png;base64,@@@@", "base64"),
+        (encode(Image.new("RGB", (50, 60))), "limit"),
+    ):
+        with pytest.raises(MediaError, match=said):
+            open_image(reference)
 
 
 def test_keys_are_equal_for_equal_content_only(picture, tmp_path, monkeypatch):
@@ -117,19 +102,6 @@ def test_keys_are_equal_for_equal_content_only(picture, tmp_path, monkeypatch):
     assert media_key(data) == media_key(of_a_table) != media_key(data + b"x")
     assert media_key(picture) == media_key(picture.copy()) != media_key(picture.rotate(180))
     assert media_key(["a.png", "b.png"]) != media_key(["b.png", "a.png"])
-
-
-def test_a_picture_is_hashed_once_in_a_call_and_anew_in_the_next(monkeypatch):
-    picture, hashed = Image.new("RGB", (8, 8), "red"), []
-    monkeypatch.setattr(Image.Image, "tobytes", lambda self: hashed.append(self) or str(self.getcolors()).encode())
-    with media_round():
-        keys = {media_key(picture) for _ in range(64)}
-        with media_round():
-            keys.add(media_key([picture]))
-        assert len(hashed) == 1 and len(keys) == 2
-        assert media_key(picture.rotate(90)) == media_key(picture) and len(hashed) == 2
-    picture.paste("blue", (0, 0, 8, 8))
-    assert media_key(picture) not in keys
 
 
 def test_paths_are_rewritten_joined_and_kept_inside_the_root(tmp_path):
@@ -184,42 +156,25 @@ def test_a_list_of_frames_is_a_video(picture):
     assert len(frames) == 4 and metadata["fps"] == 4.0  # an odd number is completed by the last frame
 
 
-@pytest.mark.parametrize("make", ["truncated", "missing", "text", "playlist", "sound"])
+@pytest.mark.parametrize("make", ["truncated", "missing", "text", "playlist"])
 def test_a_bad_video_is_named(make, clip, tmp_path):
     path = tmp_path / "bad.mp4"
-    if make == "truncated":
-        path.write_bytes(clip.read_bytes()[:900])
-    elif make == "text":
-        path.write_text("not a video")
-    elif make == "playlist":
-        path.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:3,\n{clip}\n#EXT-X-ENDLIST\n")
-    elif make == "sound":
-        with av.open(str(path), "w") as container:
-            stream = container.add_stream("aac", rate=8000)
-            silence = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-            silence.sample_rate = 8000
-            container.mux(stream.encode(silence))
-            container.mux(stream.encode())
+    contents = {
+        "truncated": clip.read_bytes()[:900],
+        "text": b"not a video",
+        "playlist": f"#EXTM3U\n#EXT-X-TARGETDURATION:3\n#EXTINF:3,\n{clip}\n#EXT-X-ENDLIST\n".encode(),
+    }
+    if make in contents:
+        path.write_bytes(contents[make])
     with pytest.raises(MediaError) as caught:
         open_video(Video(str(path)), fps=2.0, max_frames=8)
     assert str(path) in str(caught.value)
 
 
-def test_media_needs_no_heavy_library():
-    import subprocess
-
-    code = "import sys, vlmrm.data.media; assert not {'datasets', 'torch', 'transformers'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"max_pixels": 28 * 28 * 200},
-        {"max_pixels": 28 * 28 * 20000},
-        {"min_pixels": 28 * 28 * 500},
-        {"total_pixels": 28 * 28 * 900},
+        *({}, {"max_pixels": 28 * 28 * 200}, {"min_pixels": 28 * 28 * 500}, {"total_pixels": 28 * 28 * 900}),
         {"resized_height": 100, "resized_width": 200, "sample_fps": 4.0, "raw_fps": 30.0},
     ],
 )
@@ -235,9 +190,7 @@ def test_a_video_resized_frame_by_frame_equals_the_library_s(count, options):
 @pytest.mark.parametrize(
     "options",
     [
-        *({name: value} for name in ("sample_fps", "fps", "min_pixels") for value in (0, "2", True, -1, [1])),
-        *({"max_pixels": -1}, {"max_pixels": 50000}, {"min_pixels": 10**400}, {"resized_height": 100}),
-        *({"sample_fps": float("nan")}, {"nframes": float("inf")}, {"video_start": -1}),
+        *({"fps": "2"}, {"max_pixels": 50000}, {"min_pixels": 10**400}, {"resized_height": 100}, {"video_start": -1}),
         *({"min_pixels": 3e5, "max_pixels": 2e5}, {"resized_height": 28, "resized_width": 28000}),
     ],
 )
@@ -255,26 +208,3 @@ def test_a_video_may_start_at_its_beginning(clip):
 def test_frames_are_counted_at_the_sizes_to_which_the_library_resizes_them():
     bounds = (vision_process.VIDEO_MIN_TOKEN_NUM, vision_process.VIDEO_MAX_TOKEN_NUM)
     assert tuple(bound * 28 * 28 for bound in bounds) == FRAME_PIXELS
-
-
-def test_a_small_file_of_many_pixels_takes_no_gigabytes():
-    """The largest frame that is read, 8192 squared, in a file of 200 kB."""
-    code = """if True:
-        import io, resource
-        import torch, qwen_vl_utils.vision_process
-        from PIL import Image
-        from vlmrm.conversation import Video
-        from vlmrm.data.media import open_video
-
-        def peak_mb():
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-        torch.set_num_threads(1)
-        file = io.BytesIO()
-        Image.new("1", (8192, 8192)).save(file, "PNG")
-        before = peak_mb()
-        open_video(Video([file.getvalue()] * 4), 2.0, 24)
-        print(peak_mb() - before)
-    """
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert float(done.stdout) < 1280, done.stdout  # of 4 x 192 MB

@@ -34,51 +34,20 @@ ANSWERS = [(["assistant: good"], 1.0), (["assistant: bad"], 0.0)]
 USER = {"role": "user", "content": "Look."}
 GOOD, BAD = {"role": "assistant", "content": "good"}, {"role": "assistant", "content": "bad"}
 PHOTO_ROWS = {
-    "simple": {"chosen": "good", "rejected": "bad", "image": "a.png", "prompt": "Look."},
-    "simple, list": {"chosen": "good", "rejected": "bad", "images": ["a.png"], "prompt": "Look."},
-    "conversational": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "image": "a.png"},
-    "conversational, text answers": {"prompt": [USER], "chosen": "good", "rejected": "bad", "images": ["a.png"]},
-    "trl, parts": {
-        "prompt": [{"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "Look."}]}],
-        "chosen": [GOOD],
-        "rejected": [BAD],
-        "images": ["a.png"],
-    },
-    "trl, implicit prompt": {"chosen": [USER, GOOD], "rejected": [USER, BAD], "images": ["a.png"]},
-    "trl, implicit prompt and its text": {
-        "prompt": "Look.",
-        "chosen": [USER, GOOD],
-        "rejected": [USER, BAD],
-        "messages": [USER, GOOD],
-        "images": ["a.png"],
+    "simple": {"prompt": "Look.", "chosen": "good", "rejected": "bad", "image": "a.png"},
+    "text answers": {"prompt": [USER], "chosen": "good", "rejected": "bad", "images": ["a.png"]},
+    "implicit prompt and its text": {
+        **{"prompt": "Look.", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        **{"messages": [USER, GOOD], "images": ["a.png"]},
     },
     "hh": {
         "chosen": "\n\nHuman: Look.\n\nAssistant: good",
         "rejected": "\n\nHuman: Look.\n\nAssistant: bad",
         "images": ["a.png"],
     },
-    "hh, prompt apart": {
-        "prompt": "\n\nHuman: Look.\n\nAssistant:",
-        "chosen": "good",
-        "rejected": "\n\nAssistant: bad",
-        "images": ["a.png"],
-    },
     "messages before the answers": {"messages": [USER], "chosen": GOOD, "rejected": BAD, "images": ["a.png"]},
     "question": {"question": "Look.", "chosen": "good", "rejected": "bad", "image": "a.png"},
     "swift, response": {"messages": [USER, GOOD], "rejected_response": "bad", "images": ["a.png"]},
-    "swift, messages": {
-        "messages": [{"role": "user", "content": "<image>Look."}, GOOD],
-        "rejected_messages": [{"role": "user", "content": "<image>Look."}, BAD],
-        "images": ["a.png"],
-        "rejected_images": ["a.png"],
-    },
-    "alpaca": {"instruction": "Look.", "input": "", "chosen": "good", "rejected": "bad", "images": ["a.png"]},
-    "sharegpt": {
-        "conversations": [{"from": "human", "value": "<image>Look."}],
-        "chosen": {"from": "gpt", "value": "good"},
-        "rejected": {"from": "gpt", "value": "bad"},
-        "images": ["a.png"],
-    },
     "ranked": {"prompt": "Look.", "responses": ["good", "bad"], "scores": [1, 0], "images": ["a.png"]},
 }
 
@@ -88,18 +57,10 @@ def test_spellings_of_two_answers_about_a_photo(name):
     assert flat(read(**PHOTO_ROWS[name])) == (["user: [a.png]Look."], ANSWERS)
 
 
-IMAGES = [(["assistant: [a.png]"], 1.0), (["assistant: [b.png]"], 0.0)]
 IMAGE_ROWS = {
     "text-to-image": {"prompt": "A cat.", "chosen_image": "a.png", "rejected_image": "b.png"},
-    "hpsv3": {"prompt": "A cat.", "path1": "a.png", "path2": "b.png", "confidence": 0.9},
-    "pick-a-pic": {"caption": "A cat.", "jpg_0": "a.png", "jpg_1": "b.png", "label_0": 1.0, "label_1": 0.0},
     "ranked": {"prompt": "A cat.", "response_images": ["a.png", "b.png"], "scores": [1.0, 0.0]},
 }
-
-
-@pytest.mark.parametrize("name", IMAGE_ROWS)
-def test_spellings_of_two_images_for_a_prompt(name):
-    assert flat(read(**IMAGE_ROWS[name])) == (["user: A cat."], IMAGES)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +72,7 @@ def test_spellings_of_two_images_for_a_prompt(name):
     ],
 )
 def test_texts_beside_images_that_answer_are_not_dropped(name, texts, unread):
-    with pytest.raises(
-        UnreadColumnError, match=rf"`{unread}` holds a text \(.*\) that is not read: write both as mes"
-    ):
+    with pytest.raises(UnreadColumnError, match=rf"`{unread}` holds a text"):
         read(**IMAGE_ROWS[name], **texts)
 
 
@@ -123,15 +82,12 @@ def test_answers_that_are_images_of_their_own_are_read():
         assert read(
             prompt="A cat.", chosen_image=value, rejected_image="b.png", chosen="a.png", rejected="b.png"
         ).pairs()
+    images = [(["assistant: [a.png]"], 1.0), (["assistant: [b.png]"], 0.0)]
     for texts in ({"chosen": 1, "rejected": 0}, {"chosen": "A cat.", "rejected": "A cat."}):
-        assert flat(read(**IMAGE_ROWS["text-to-image"], **texts)) == (["user: A cat."], IMAGES)
-    ranked = PHOTO_ROWS["ranked"] | {"chosen": "good", "rejected": "bad"}
-    assert flat(read(**ranked)) == (["user: [a.png]Look."], ANSWERS)
+        assert flat(read(**IMAGE_ROWS["text-to-image"], **texts)) == (["user: A cat."], images)
 
 
-@pytest.mark.parametrize(
-    "value", [b"BM" + bytes(range(1, 31)), b"RIFF\x24\0\0\0WAVEfmt ", b"MM\0", b"II*", b"\x00" * 12, b"xGIF89a"]
-)
+@pytest.mark.parametrize("value", [b"BM" + bytes(range(1, 31)), b"RIFF\x24\0\0\0WAVEfmt ", b"MM\0", b"xGIF89a"])
 def test_bytes_that_only_begin_like_an_image_are_metadata(value):
     assert read(chosen="good", rejected="bad", blob=value).pairs()
 
@@ -153,14 +109,6 @@ def test_bytes_of_a_video_are_known_by_their_head(head):
 def test_simple_rows_without_a_prompt():
     assert flat(read(chosen="good", rejected="bad", images=["a.png", "b.png"])) == (["user: [a.png][b.png]"], ANSWERS)
     assert flat(read(chosen="good", rejected="bad")) == ([], ANSWERS)
-
-
-def test_pick_a_pic_second_image_and_tie():
-    row = {"caption": "A cat.", "jpg_0": "a.png", "jpg_1": "b.png"}
-    assert read(**row, label_0=0.0).pairs()[0].chosen == 1
-    assert read(**row, label_0=0.5).pairs()[0].tie
-    with pytest.raises(RowError, match="label_0"):
-        read(**row, label_0=0.7)
 
 
 @pytest.mark.parametrize(
@@ -186,36 +134,10 @@ def test_hh_turns_are_messages_of_which_the_common_ones_are_the_prompt():
     assert flat(read(prompt="Look.", chosen=plain, rejected="bad"))[1][0] == ([f"assistant: {plain}"], 1.0)
 
 
-def test_image_reward_ranks_lower_is_better_and_equal_ranks_tie():
-    pairs = read(prompt="A cat.", generations=["a.png", "b.png", "c.png"], ranking=[2, 1, 2]).pairs()
-    assert [(p.chosen, p.rejected, p.tie) for p in pairs] == [(1, 0, False), (0, 2, True), (1, 2, False)]
-
-
-def test_swift_other_images_share_no_prompt():
-    chosen = [{"role": "user", "content": "<image>Look."}, GOOD]
-    comparison = read(messages=chosen, images=["a.png"], rejected_images=["b.png"])
-    assert flat(comparison) == (
-        [],
-        [(["user: [a.png]Look.", "assistant: good"], 1.0), (["user: [b.png]Look.", "assistant: good"], 0.0)],
-    )
-
-
 def test_implicit_prompt_of_several_turns_and_videos():
     first = [USER, {"role": "assistant", "content": "Seen."}, {"role": "user", "content": "And now?"}]
     prompt, branches = flat(read(chosen=[*first, GOOD], rejected=[*first, BAD], videos=["v.mp4"]))
     assert prompt == ["user: [v.mp4]Look.", "assistant: Seen.", "user: And now?"] and branches == ANSWERS
-
-
-def test_alpaca_history_system_and_input():
-    row = {
-        "instruction": "One",
-        "input": "two",
-        "history": [["a", "b"]],
-        "system": "Be kind.",
-        "chosen": "good",
-        "rejected": "bad",
-    }
-    assert flat(read(**row))[0] == ["system: Be kind.", "user: a", "assistant: b", "user: One\ntwo"]
 
 
 def test_optional_columns():
@@ -235,8 +157,7 @@ def test_a_judgement_may_be_of_some_answers():
     for judgements, reason in (
         ([*of_pairs, {"answers": [1, 2], "values": [1, 0]}], "the same answer is listed twice"),
         ([{"answers": [0, 7], "values": [1, 0]}], "there are 3"),
-        ([*of_pairs, {"answers": [0], "values": [1]}], "a judgement of one answer"),
-        ([{"answers": 0, "values": [1]}], "`answers` must be a list"),
+        ([*of_pairs, {"answers": [0], "values": [1]}], "one answer"),
         ([], "`judgements` is empty"),
     ):
         with pytest.raises(RowError, match=reason):
@@ -263,36 +184,23 @@ def test_cells_that_are_none_are_absent():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"rejected": "good"}, "the same"),
+        ({"rejected": " good\n"}, "the same"),
         ({"rejected": " "}, "answer 2 is empty"),
         ({"chosen": 3}, "expected a text"),
-        ({"margin": math.nan}, "margin"),
         ({"margin": "big"}, "margin"),
-        ({"rejected": " good\n"}, "the same"),
-        ({"chosen": "img/a.jpg", "rejected": "img/b.jpg"}, "--columns chosen_image=chosen rejected_image=rejected"),
-        ({"chosen": "img/a.mp4", "rejected": "img/b.mp4"}, "write messages with a video part"),
-        ({"margin": -3}, "at least 0"),
-        ({"margin": 57}, "leave it out with --columns ignore=margin"),
+        ({"chosen": "img/a.jpg", "rejected": "img/b.jpg"}, "--columns chosen_image=chosen"),
+        ({"chosen": "img/a.mp4", "rejected": "img/b.mp4"}, "video part"),
+        ({"margin": 57}, "--columns ignore=margin"),
         ({"weight": -1}, "at least 0"),
-        ({"weight": math.inf}, "finite"),
-        ({"tie": "maybe"}, "tie"),
         ({"rejected": None}, "also needs `rejected`"),
         ({"prompt": "<image><image> Which?", "images": ["a.png"]}, "more images"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "more images"),
-        ({"prompt": "<image> or <image>?", "videos": ["a.mp4"], "images": ["a.png"]}, "more images"),
-        ({"images": [{"bytes": None, "path": None}]}, "a user message has an empty image part"),
-        (
-            {"chosen": {**GOOD, "tool_calls": [{"id": "call-1"}]}},
-            "an assistant message has `tool_calls`, which is not",
-        ),
-        ({"prompt": [{"content": [{"image": "a.png", "max_pixels": 9}]}]}, "an image part has `max_pixels`, which is"),
-        ({"prompt": [{"content": [{"video": "a.mp4", "frames": 9}]}]}, "a video part has `frames`, which is not read"),
-        ({"prompt": [{"content": [{"video": "a.mp4", "fps": 0}]}]}, "fps of a video is 0: give a number above 0"),
-        ({"chosen": "\n\nHuman: Look.\n\nAssistant: good"}, "one of `chosen` and `rejected` is a whole conversation"),
-        ({"chosen": "\n\nHuman: Look."}, "`chosen` ends without an answer"),
+        ({"images": [{"bytes": None, "path": None}]}, "empty image part"),
+        ({"chosen": {**GOOD, "tool_calls": [{"id": "call-1"}]}}, "`tool_calls`"),
+        ({"prompt": [{"content": [{"video": "a.mp4", "fps": 0}]}]}, "fps of a video is 0"),
+        ({"chosen": "\n\nHuman: Look.\n\nAssistant: good"}, "one of `chosen` and `rejected` is a whole"),
         ({"rejected": "\n\nHuman: Look.\n\nAssistant:"}, "`rejected` ends without an answer"),
-        ({"chosen": [USER, GOOD]}, "one of `chosen` and `rejected` is a whole conversation"),
-        ({"prompt": "Other", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "without the row's `prompt`"),
+        ({"chosen": [USER, GOOD]}, "one of `chosen` and `rejected` is a whole"),
+        ({"prompt": "Other", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "the row's `prompt`"),
     ],
 )
 def test_a_bad_row_is_named_and_explained(change, reason):
@@ -329,53 +237,27 @@ def test_all_tied_lists_are_fine():
 
 
 def test_an_unknown_layout_names_the_missing_columns_of_the_nearest():
-    with pytest.raises(DataError, match=r"better, prompt, rejected: the nearest is `chosen / rejected`.*`chosen`"):
-        detect_layout(["prompt", "better", "rejected"])
-    with pytest.raises(DataError, match="`text-to-image`, which also needs `rejected_image`"):
-        detect_layout(["prompt", "chosen_image"])
-    with pytest.raises(DataError, match=r"ms-swift.*`rejected_images` or `rejected_messages`"):
-        detect_layout(["messages"])
-    with pytest.raises(DataError, match="`Pick-a-Pic`, which also needs `label_0`"):
-        detect_layout(["caption", "jpg_0", "jpg_1", "best_image_uid"])
+    for columns, said in (
+        (["prompt", "better", "rejected"], "`chosen / rejected`.*`chosen`"),
+        (["prompt", "chosen_image"], "`text-to-image`, which also needs `rejected_image`"),
+        (["messages"], "ms-swift.*`rejected_images` or `rejected_messages`"),
+    ):
+        with pytest.raises(DataError, match=said):
+            detect_layout(columns)
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        ("domain", "language", "context"),
-        ("question", "answer"),
-        ("instruction_text", "answers_of_all"),
-        (),
-    ],
-)
+@pytest.mark.parametrize("columns", [("domain", "language", "context"), ("question", "answer"), ()])
 def test_columns_that_are_near_no_layout_are_sent_to_none(columns):
-    with pytest.raises(DataError, match=r"no known layout has the columns .*: rename them to those of one") as caught:
+    with pytest.raises(DataError, match="no known layout has the columns") as caught:
         detect_layout(columns)
     assert "nearest" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        ("prompt", "response", "helpfulness", "verbosity"),  # HelpSteer2
-        ("image", "prompt", "rank", "overall_rating"),  # ImageRewardDB
-        ("filename", "artifact_score", "overall_score"),  # RichHF
-        ("video link", "text prompt", "images", "conversations", "visual quality"),  # VideoFeedback
-    ],
-)
-def test_ratings_of_single_answers_are_sent_to_lists_of_answers(columns):
-    with pytest.raises(DataError, match="it has one answer, and a preference needs two: bring the rows of a prompt"):
-        detect_layout(columns)
-
-
 MEANT = {
     "Chosen, Rejected, Prompt": ("chosen / rejected", "{chosen: Chosen, rejected: Rejected}"),
-    "prompt, choosen, rejected": ("chosen / rejected", "{chosen: choosen}"),
-    "instruction, input, chosen, rejeted": ("LLaMA-Factory alpaca", "{rejected: rejeted}"),
     "messages, rejected_respons": ("ms-swift", "{rejected_response: rejected_respons}"),
     "prompt, responses, score": ("ranked list", None),  # one score is not a list of them
     "prompt, respose_a, response_b, winner": ("two answers and a verdict", "{response_a: respose_a}"),
-    "prompt, path_1, path2": ("HPSv3", "{path1: path_1}"),
 }
 
 
@@ -389,17 +271,7 @@ def test_a_typo_is_sent_to_the_layout_that_was_meant(columns):
     assert mapping or "columns: {" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "meant"),
-    [
-        ("promt", "What?", "prompt"),
-        ("margn", 3.0, "margin"),
-        ("wieght", 0.2, "weight"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "meant"), [("promt", "What?", "prompt"), ("margn", 3.0, "margin")])
 def test_a_column_that_is_nearly_one_that_is_read_is_refused(name, value, meant):
-    row = {"chosen": "Yes.", "rejected": "No.", name: value}
-    with pytest.raises(
-        RowError, match=f"the column `{name}` is not read: read it as `{meant}` with --columns {meant}={name}"
-    ):
-        read_row(row, "1", str)
+    with pytest.raises(RowError, match=f"`{name}` is not read: .* --columns {meant}={name}"):
+        read(chosen="Yes.", rejected="No.", **{name: value})

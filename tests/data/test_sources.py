@@ -1,7 +1,6 @@
 """Sources of every kind become one data set of comparisons: mixed, sampled, split, streamed."""
 
 import csv
-import io
 import json
 import os
 from collections import Counter
@@ -10,18 +9,15 @@ from pathlib import Path
 
 import datasets
 import pytest
-from conversations import references
-from PIL import Image
+from conversations import png, references
 from torch.utils.data import DataLoader
 
 from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.check import check_data
 from vlmrm.data.comparisons import load_comparisons, load_train_and_eval, split_held_out
 from vlmrm.data.media import open_image
 from vlmrm.data.tables import load_sources
 from vlmrm.errors import ConfigError, DataError, RowError
-from vlmrm.scoring.offline import open_rows
 
 REAL = Path(os.environ.get("VLMRM_TEST_DATA", Path(__file__).parents[2] / "../shared/data"))
 
@@ -55,15 +51,6 @@ def prompts(dataset) -> list[str]:
     return [text_of(row["comparison"].prompt) for row in dataset]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
-@pytest.mark.parametrize("streaming", [False, True])
-def test_files_of_every_kind(suffix, streaming, tmp_path):
-    path = write(tmp_path / f"rows{suffix}", pairs(3))
-    dataset = load(path, streaming=streaming, arguments=DataArguments(shuffle_buffer=1))
-    assert prompts(dataset) == ["q0", "q1", "q2"]
-    assert [row["comparison"].id for row in dataset] == [f"rows{suffix}:{i}" for i in (1, 2, 3)]
-
-
 def test_save_to_disk_folders_globs_and_folders_of_files(tmp_path):
     table = datasets.Dataset.from_list(pairs(2))
     table.save_to_disk(tmp_path / "one")
@@ -82,15 +69,13 @@ def test_save_to_disk_folders_globs_and_folders_of_files(tmp_path):
 
 
 def test_embedded_pictures_stay_encoded_until_opened(tmp_path):
-    buffer = io.BytesIO()
-    Image.new("RGB", (30, 30), "red").save(buffer, "PNG")
     features = datasets.Features(
         {
             **{name: datasets.Value("string") for name in ("prompt", "chosen", "rejected")},
             "images": datasets.List(datasets.Image()),
         }
     )
-    row = {**pairs(1)[0], "images": [{"bytes": buffer.getvalue(), "path": "red.png"}]}
+    row = {**pairs(1)[0], "images": [{"bytes": png(), "path": "red.png"}]}
     table = datasets.Dataset.from_list([row], features=features)
     table.to_parquet(tmp_path / "rows.parquet")
     table.save_to_disk(tmp_path / "saved")
@@ -98,7 +83,7 @@ def test_embedded_pictures_stay_encoded_until_opened(tmp_path):
         for streaming in (False, True):
             (row,) = load(str(tmp_path / path), streaming=streaming)
             (reference,) = references(row["comparison"].prompt)
-            assert reference == buffer.getvalue()
+            assert reference == png()
             assert open_image(reference).getpixel((0, 0)) == (255, 0, 0)
 
 
@@ -125,22 +110,17 @@ def test_relative_images_are_found_beside_their_file_or_under_image_root(tmp_pat
 
 
 def test_a_missing_path_or_split_is_named_with_a_suggestion(tmp_path):
-    path = write(tmp_path / "pairs.jsonl", pairs(1))
-    with pytest.raises(DataError, match=r"did you mean .*pairs\.jsonl"):
-        load_sources([path.replace("pairs", "pair")])
-    with pytest.raises(DataError, match=r"no parquet, .*xlsx .* file matches"):
-        load_sources([str(tmp_path / "*.csv")])
-    (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(DataError, match="no kind that can be read"):
-        load_sources([str(tmp_path / "notes.txt")])
+    write(tmp_path / "pairs.jsonl", pairs(1))
+    write(tmp_path / "odd.jsonl", [{"question": "q", "answer": "a"}])
     (tmp_path / "void").mkdir()
-    with pytest.raises(DataError, match="holds no"):
-        load_sources([str(tmp_path / "void")])
-    (tmp_path / "empty.jsonl").touch()
-    with pytest.raises(DataError, match="is empty"):
-        load_sources([str(tmp_path / "empty.jsonl")])
-    with pytest.raises(DataError, match=r"odd\.jsonl: no known layout has the columns answer, question"):
-        load_sources([write(tmp_path / "odd.jsonl", [{"question": "q", "answer": "a"}])])
+    for name, said in {
+        "pair.jsonl": r"did you mean .*pairs\.jsonl",
+        "*.csv": "file matches",
+        "void": "holds no",
+        "odd.jsonl": r"odd\.jsonl: no known layout has the columns answer, question",
+    }.items():
+        with pytest.raises(DataError, match=said):
+            load_sources([str(tmp_path / name)])
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -169,42 +149,19 @@ def test_a_broken_json_line_is_a_bad_row_where_those_are_skipped(streaming, tmp_
     assert [text_of(row.prompt) for row in comparisons if row not in bad] == ["q0", "q1", "q2", "q3"]
     assert [row.row_id for row in bad] == ["rows.jsonl:2", "rows.jsonl:4"]
     assert bad[0].reason.startswith("line 3 is not valid json (") and "expected an object" in bad[1].reason
-    # Scores have their errors beside them.
-    rows = open_rows([str(path)], streaming=streaming)
-    scored = list(rows.read(lambda number: True)) if streaming else rows.__getitems__(range(6))
-    errors = [row["comparison"] for row in scored if isinstance(row["comparison"], RowError)]
-    assert [error.row_id for error in errors] == ["rows.jsonl:2", "rows.jsonl:4"]
     path.write_text("no json\n" * 3)
     with pytest.raises(DataError, match=r"rows\.jsonl: line 1 is not valid json"):
         load(str(path), streaming=streaming, arguments=DataArguments(bad_rows="skip"))
 
 
-def test_a_broken_line_is_a_bad_row_far_into_a_file_too(tmp_path, monkeypatch):
-    """`datasets` takes a table's columns from its first ten megabytes."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    rows = [{**row, "prompt": f"{number} " + "x" * 20_000} for number, row in enumerate(pairs(1200))]
-    path = Path(write(tmp_path / "rows.jsonl", rows))
-    path.write_text(path.read_text() + '{"prompt": \n')
-    *good, bad = (row["comparison"] for row in load(str(path), arguments=DataArguments(bad_rows="skip")))
-    assert len(good) == 1200 and not any(isinstance(row, RowError) or row.columns for row in good)
-    assert isinstance(bad, RowError) and "line 1201 is not valid json" in bad.reason
-    [copy] = (tmp_path / "cache" / "vlmrm_lines").iterdir()
-    path.chmod(0o644)
-    (plain := tmp_path / "plain").touch()
-    assert copy.stat().st_mode == plain.stat().st_mode, "others who share the cache read it too"
-
-
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
-@pytest.mark.parametrize("text", ["\n", " \n\n\t\n", "\ufeff"])
-def test_a_blank_file_is_called_empty(text, name, streaming, tmp_path):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match=rf"{name} is empty: it has no rows"):
-        load(str(tmp_path / name), streaming=streaming)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize(("name", "text"), [("rows.json", "[]"), ("rows.csv", "prompt,chosen,rejected\n")])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *(("rows.json", "[]"), ("rows.csv", "prompt,chosen,rejected\n")),
+        *(("rows.jsonl", " \n\n\t\n"), ("rows.csv", "\n"), ("rows.json", "\ufeff")),
+    ],
+)
 def test_a_file_without_rows_is_called_so(name, text, streaming, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=rf"{name} is empty: it has no rows|there are no rows in {name}"):
@@ -218,14 +175,10 @@ def test_a_text_that_is_not_utf_8_is_named_with_its_place(name, streaming, tmp_p
     path.write_bytes(path.read_bytes().replace("é".encode(), b"\xe9").replace(b"\\u00e9", b"\xe9"))
     offset = path.read_bytes().index(b"\xe9")
     line = path.read_bytes()[:offset].count(b"\n") + 1
-    with pytest.raises(
-        DataError,
-        match=rf"not UTF-8 text \((the first such byte: )?line {line}, byte {offset} of the file is 0xe9\): save",
-    ) as e:
+    with pytest.raises(DataError, match=rf"{name}.*line {line}, byte {offset} of the file is 0xe9"):
         for row in load(str(path), streaming=streaming):
             if isinstance(row["comparison"], RowError):
                 raise row["comparison"]
-    assert name in str(e.value)
 
 
 def test_the_rows_of_a_text_that_is_not_utf_8_are_bad_rows(tmp_path):
@@ -237,16 +190,6 @@ def test_the_rows_of_a_text_that_is_not_utf_8_are_bad_rows(tmp_path):
         comparisons = [row["comparison"] for row in rows]
         assert [isinstance(row, RowError) for row in comparisons] == [False, True, False]
         assert comparisons[1].row_id == "rows.jsonl:2" and "UTF-8" in comparisons[1].reason
-    report = check_data(DataArguments(dataset_path=str(path)))
-    assert (report.rows, report.wrong) == (3, 1)
-
-
-def test_rows_that_cannot_be_read_are_why_none_can_be_held_out(tmp_path):
-    path = write(
-        tmp_path / "rows.jsonl", [{"prompt": f"q{n}", "chosen": "same", "rejected": "same"} for n in range(9)]
-    )
-    with pytest.raises(DataError, match=r"of 9: 9 cannot be read, the first because .*same"):
-        load_train_and_eval(DataArguments(dataset_path=[str(path)], eval_fraction=0.5))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -389,17 +332,8 @@ def test_a_stream_reaches_loader_workers(tmp_path):
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real data (VLMRM_TEST_DATA) is not here")
 def test_real_preferences_are_read_whole():
-    counts = {
-        "flickr8k_pref/vl_owncaption_train": 5714,
-        "flickr8k_pref/vl_expert_train": 4364,
-        "flickr8k_pref/vl_expert_val": 809,
-        "flickr8k_pref/t2i_expert_train": 3373,
-        "flickr8k_pref/t2i_expert_val": 138,
-        "nyer_caption_pref/train": 4725,
-        "nyer_caption_pref/val": 720,
-        "nlvr_pref/vl_true_false_train": 1200,
-        "nlvr_pref/t2i_train": 600,
-    }
+    counts = {"flickr8k_pref/vl_expert_train": 4364, "flickr8k_pref/t2i_expert_val": 138}
+    counts |= {"nyer_caption_pref/val": 720, "nlvr_pref/vl_true_false_train": 1200, "nlvr_pref/t2i_train": 600}
     for name, count in counts.items():
         comparisons = load(str(REAL / f"{name}.jsonl"))[:]["comparison"]
         assert not [row for row in comparisons if isinstance(row, RowError)]

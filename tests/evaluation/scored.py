@@ -111,35 +111,12 @@ def results_of(frame: pd.DataFrame) -> Any:
     """What a sweep's details would hold of the one checkpoint of `frame`."""
     statistics: Any = analyse(frame)
     model, checkpoint = (str(frame[name].iloc[0]) for name in ("model", "checkpoint"))
-    provenance = {
-        "date": "2026-11-21T03:00:00Z",
-        "git_commit": None,
-        "versions": {"torch": "2.15.0"},
-        "data": "0123abcd",
-        "weights": "89abcdef",
-        "device": "cpu",
-        "processes": 2,
-        "dtype": "float32",
-        "attention": "shared_prefix",
-        "chat_template_sha256": "4567ef",
-        "checkpoint": {"base_model": "Qwen/Qwen2.5-VL-3B-Instruct", "base_revision": "main"},
-    }
-    row = {
-        "model": model,
-        "checkpoint": checkpoint,
-        "path": f"{model}/{checkpoint}",
-        "error": None,
-        **table_figures(statistics["overall"]),
-        "dropped_rows": 0,
-        "seconds": 1.5,
-        "statistics": statistics,
-        "provenance": provenance,
-    }
+    provenance = {"date": "2026-11-21T03:00:00Z", "git_commit": None, "versions": {"torch": "2.15.0"}}
+    provenance |= {"data": "0123abcd", "weights": "89abcdef", "device": "cpu", "processes": 2, "dtype": "float32"}
+    provenance |= {"attention": "shared_prefix", "chat_template_sha256": "4567ef"}
+    provenance["checkpoint"] = {"base_model": "Qwen/Qwen2.5-VL-3B-Instruct", "base_revision": "main"}
+    row = {"model": model, "checkpoint": checkpoint, "path": f"{model}/{checkpoint}", "error": None}
+    row |= table_figures(statistics["overall"]) | {"dropped_rows": 0, "seconds": 1.5, "statistics": statistics}
+    row["provenance"] = provenance
     settings = {"data": provenance["data"]}
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "settings": settings,
-        "leakage": None,
-        "best": None,
-        "results": [row],
-    }
+    return {"schema_version": SCHEMA_VERSION, "settings": settings, "leakage": None, "best": None, "results": [row]}

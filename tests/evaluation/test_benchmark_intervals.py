@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from vlmrm.evaluation.public import benchmark
-from vlmrm.evaluation.public.rules import PARTS, dealt, with_intervals
+from vlmrm.evaluation.public.rules import with_intervals
 
 
 def scored(right, prompts, categories="all"):
@@ -71,13 +71,6 @@ def test_no_interval_is_made_up():
     )
     assert math.isnan(thin["reasoning"].low) and math.isnan(thin["macro"].low)
     assert thin["overall"].low < thin["overall"].high
-
-
-def test_each_part_has_its_share_of_every_category():
-    categories = np.array(["a"] * 300 + ["b"] * 100)
-    parts = dealt(np.arange(400), categories)
-    assert set(np.bincount(parts)) == {400 // PARTS}
-    assert set(np.bincount(parts[categories == "b"])) == {100 // PARTS}
 
 
 def test_rows_that_alternate_are_no_pattern_of_the_parts():

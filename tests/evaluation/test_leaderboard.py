@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 import shutil
 from pathlib import Path
@@ -22,6 +21,8 @@ from vlmrm.evaluation.schema import SCHEMA_VERSION, dump_results
 from vlmrm.measures.pairs import credits_of
 
 MODELS = {"good": 0.9, "fair": 0.75, "poor": 0.55}
+PROVENANCE = {"git_commit": None, "versions": {}, "device": "cpu", "dtype": "float32", "attention": ""}
+PROVENANCE |= {"chat_template_sha256": "", "processes": 1, "checkpoint": {}}
 
 
 def margins_of(model: str, seed: int, count: int) -> np.ndarray:
@@ -45,31 +46,14 @@ def write_results(path: Path, frames, *, data="1", benchmark=None, date="2026-11
         figure = {"value": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "standard_error": 0.02}
         figure |= {"n": len(frame), "prompts": 100}
         overall = {"preference_accuracy": figure, "sample_count": len(frame)}
-        provenance = {"date": date, "git_commit": None, "versions": {}, "data": data, "weights": f"weights of {model}"}
-        provenance |= {
-            "device": "cpu",
-            "dtype": "float32",
-            "attention": "",
-            "chat_template_sha256": "",
-            "processes": 1,
-        }
-        provenance |= {"checkpoint": {}} | changed.get("provenance", {})
-        row = {
-            "model": model,
-            "checkpoint": checkpoint,
-            "path": f"{model}/{checkpoint}",
-            "error": None,
-            "seconds": 1.0,
-        }
+        provenance = PROVENANCE | {"date": date, "data": data, "weights": f"weights of {model}"}
+        row = {"model": model, "checkpoint": checkpoint, "path": f"{model}/{checkpoint}", "error": None, "seconds": 1}
         row |= {"statistics": {"overall": overall, "category": {}, "by": {}}, "provenance": provenance}
         rows.append(row | ({"benchmark": {"overall": figure, "macro": figure | {"value": 0.5}}} if benchmark else {}))
-    settings = {
-        "data": data,
-        "benchmark": benchmark,
-        "reading": {"dataset_path": [changed.get("source", "tests/it.jsonl")]},
-    }
+    reading = {"dataset_path": [changed.pop("source", "tests/it.jsonl")]}
+    settings = {"data": data, "benchmark": benchmark, "reading": reading}
     content = {"schema_version": SCHEMA_VERSION, "settings": settings, "leakage": None, "best": None, "results": rows}
-    content |= {"set_name": changed["set_name"]} if "set_name" in changed else {}
+    content |= changed
     path.with_suffix(".json").write_text(dump_results(content))
     pd.concat(frames).to_parquet(path.with_suffix(".scores.parquet"))
     return path.with_suffix(".csv")
@@ -150,16 +134,9 @@ def test_a_set_with_dots_in_its_name_is_read_from_its_folder(tmp_path):
 
 
 def test_the_best_of_each_evaluation_may_stand_alone(tmp_path):
-    path = write_results(tmp_path / "a", [frame_of(model, 1) for model in MODELS])
-    content = json.loads(path.with_suffix(".json").read_text())
-    content["best"] = {
-        "metric": "preference_accuracy",
-        "one_standard_error": False,
-        "value": 1.0,
-        "model": "runs/fair",
-    }
-    content["best"] |= {"checkpoint": "checkpoint-1", "path": "runs/fair/checkpoint-1", "without_luck": None}
-    path.with_suffix(".json").write_text(json.dumps(content))
+    best = {"metric": "preference_accuracy", "one_standard_error": False, "value": 1.0, "model": "runs/fair"}
+    best |= {"checkpoint": "checkpoint-1", "path": "runs/fair/checkpoint-1", "without_luck": None}
+    path = write_results(tmp_path / "a", [frame_of(model, 1) for model in MODELS], best=best)
     assert [line.model for line in leaderboard([path], best_only=True).lines] == ["runs/fair/checkpoint-1"]
 
 
@@ -188,23 +165,17 @@ def test_readers_sort_it(results, tmp_path):
 
 
 def test_what_cannot_be_merged_is_said_in_a_sentence(results, tmp_path, capsys):
-    def refusal(*sources, kind=ConfigError):
-        with pytest.raises(kind) as caught:
-            leaderboard(sources)
-        return str(caught.value)
-
-    assert "nothing to rank: name the output_file" in refusal()
-    assert f"{tmp_path / 'none.json'} cannot be read" in refusal(tmp_path / "none.csv")
-    assert f"{tmp_path} holds no results" in refusal(tmp_path)
+    (tmp_path / "empty").mkdir()
     copied = shutil.copy(results / "a.json", tmp_path / "a.json")
-    assert "a.scores.parquet cannot be read" in refusal(copied, kind=DataError)
-    content = json.loads(Path(copied).read_text())
-    for row in content["results"]:
-        row["error"] = row.pop("statistics") and "broken"
-    Path(copied).write_text(json.dumps(content))
-    assert "no row of the results has figures" in refusal(copied, kind=DataError)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "leaderboard.csv").write_text("mine")
+    for sources, error, said in (
+        ([], ConfigError, "output_file"),
+        ([tmp_path / "none.csv"], ConfigError, "none.json cannot be read"),
+        ([tmp_path / "empty"], ConfigError, "empty holds no results"),
+        ([copied], DataError, "a.scores.parquet cannot be read"),
+    ):
+        with pytest.raises(error, match=said):
+            leaderboard(sources)
+    (tmp_path / "leaderboard.csv").write_text("mine")
     with pytest.raises(SystemExit, match="2"):
-        cli.run(lambda: cli.app(["leaderboard", str(results), "--output", str(tmp_path / "out")]))
+        cli.run(lambda: cli.app(["leaderboard", str(results), "--output", str(tmp_path)]))
     assert "was not written by this command" in capsys.readouterr().err

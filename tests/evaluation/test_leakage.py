@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pandas as pd
 import pytest
 from conversations import rated
@@ -156,19 +155,14 @@ def test_the_command_says_what_leaks(two_files, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "a prompt 0 of 2 1 of 2 an answer 2 of 2 2 of 2 an image 0 of 1 1 of 1" in said
     assert "eval.jsonl:1 = train.jsonl:1" in said and "eval.jsonl:3: " in said
-    assert "1 of 3 evaluation rows have a prompt or image that was trained on; 1 could not be read" in said
 
 
 def test_the_command_s_json_has_the_same_and_its_status_tells_leaks(two_files, capsys):
     assert command("--json --train train.jsonl --eval eval.jsonl train.jsonl") == 3
     found = json.loads(capsys.readouterr().out)
     assert (found["rows"], found["leaked_rows"], found["unreadable_rows"]) == (4, 2, 1)
-    assert found["exact"]["prompt"] == {
-        "rows": 1,
-        "total": 3,
-        "share": 1 / 3,
-        "pairs": [["train.jsonl:1", "train.jsonl:1"]],
-    }
+    pairs = [["train.jsonl:1", "train.jsonl:1"]]
+    assert found["exact"]["prompt"] == {"rows": 1, "total": 3, "share": 1 / 3, "pairs": pairs}
     write_rows(Path("new.jsonl"), [{"prompt": "Where?", "chosen": "Yes.", "rejected": "No."}])
     assert command("--train train.jsonl --eval new.jsonl") == 0  # an equal answer is no leak
 
@@ -185,14 +179,6 @@ def test_a_sweep_measures_leaked_and_new_rows_apart(tmp_path, monkeypatch, tiny_
     assert found["leaked_rows"] == (frame["by/leaked"] == "yes").sum() == 2
     groups = result.rows[0]["statistics"]["by"]["leaked"]
     assert {name: group["preference_accuracy"]["value"] for name, group in groups.items()} == apart.to_dict()
-
-
-def test_few_of_many_rows_are_found():
-    rng = np.random.default_rng(0)
-    numbers = rng.integers(0, 2**40, (10_000, 3))
-    rows = [row(f"r{i}", f"What is {a}?", f"It is {b}.", f"It is {c}!") for i, (a, b, c) in enumerate(numbers)]
-    found = leakage(rows[:5_000], rows[4_990:])
-    assert found.near["prompt"].rows == 10
 
 
 def test_photos_of_two_sets_split_by_photo_do_not_leak(tmp_path, monkeypatch):

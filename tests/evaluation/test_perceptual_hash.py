@@ -60,9 +60,3 @@ def test_near_pairs_are_those_of_comparing_all_with_all(candidates, monkeypatch)
     expected = np.argwhere(np.bitwise_count(left[:, None] ^ right[None, :]) <= RADIUS)
     assert len(expected) >= 60 * (RADIUS + 1)
     np.testing.assert_array_equal(found, expected)
-
-
-def test_nothing_is_near_nothing():
-    none = np.zeros(0, dtype=np.uint64)
-    assert near_pairs(none, none).shape == (0, 2)
-    assert near_pairs(np.ones(1, dtype=np.uint64), none).shape == (0, 2)

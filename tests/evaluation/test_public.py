@@ -10,13 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from conversations import references
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 
 from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.evaluation.public import (
-    ABSENT,
     BENCHMARKS,
     FOLDER,
     benchmark,
@@ -32,53 +31,28 @@ SECTIONS = benchmark("rewardbench").groups
 
 # One invented row of each published schema, and the comparison that it is: prompt text, media of the prompt, branches
 # with their ratings (text, or the path of the picture or video), category.
-GENAI = {"left_model": "m", "right_model": "n"}
+FOX = [("/data/1.mp4", 0.0), ("/data/2.mp4", 1.0)]
 ROWS = {
     "vl-rewardbench": (
         {
-            "id": "RLAIF-V-7",
-            "query": "<image>\nWhat is on the roof?",
-            "response": ["A dog.", "A cat."],
-            "image": {"bytes": b"png", "path": None},
-            "human_ranking": [1, 0],
-            "query_source": "x",
+            **{"id": "RLAIF-V-7", "query": "<image>\nWhat is on the roof?", "response": ["A dog.", "A cat."]},
+            **{"image": {"bytes": b"png", "path": None}, "human_ranking": [1, 0], "query_source": "x"},
         },
         ("What is on the roof?", [b"png"], [("A dog.", -1.0), ("A cat.", 0.0)], "hallucination"),
     ),
     "multimodal-rewardbench": (
         {
-            "ID": "mathvista_3",
-            "Text": "How many?",
-            "Image": "images/mathvista/3.jpg",
-            "Output1": "Three.",
-            "Output2": "Four.",
-            "Better": "Output2",
-            "Category": "reasoning",
+            **{"ID": "mathvista_3", "Text": "How many?", "Image": "images/mathvista/3.jpg", "Category": "reasoning"},
+            **{"Output1": "Three.", "Output2": "Four.", "Better": "Output2"},
         },
         ("How many?", ["/data/images/mathvista/3.jpg"], [("Three.", 0.0), ("Four.", 1.0)], "reasoning/math"),
     ),
     "mm-rlhf-rewardbench": (
-        {
-            "id": 5,
-            "image": "mcq/5.jpg",
-            "prompt": "Which?",
-            "chosen": "B",
-            "rejected": "C",
-            "chosen_reason": "so",
-            "rejected_reason": "not so",
-        },
+        {"id": 5, "image": "mcq/5.jpg", "prompt": "Which?", "chosen": "B", "rejected": "C", "chosen_reason": "so"},
         ("Which?", ["/data/mcq/5.jpg"], [("B", 1.0), ("C", 0.0)], "mcq"),
     ),
     "rewardbench": (
-        {
-            "id": 31,
-            "prompt": "Say hello.",
-            "chosen": "Hello.",
-            "chosen_model": "m",
-            "rejected": "Bye.",
-            "rejected_model": "n",
-            "subset": "mt-bench-easy",
-        },
+        {"id": 31, "prompt": "Say hello.", "chosen": "Hello.", "rejected": "Bye.", "subset": "mt-bench-easy"},
         ("Say hello.", [], [("Hello.", 1.0), ("Bye.", 0.0)], "mt-bench-easy"),
     ),
     "hpdv2": (
@@ -98,138 +72,77 @@ ROWS = {
         ("A fox.", [], [(b"0", 0.5), (b"1", 0.5)], None),
     ),
     "genai-bench-image": (
-        {"prompt": "A fox.", "left_image": b"l", "right_image": b"r", "vote_type": "rightvote", **GENAI},
+        {"prompt": "A fox.", "left_image": b"l", "right_image": b"r", "vote_type": "rightvote", "left_model": "m"},
         ("A fox.", [], [(b"l", 0.0), (b"r", 1.0)], None),
     ),
     "genai-bench-edit": (
         {
-            "source_prompt": "a fox",
-            "target_prompt": "a red fox",
-            "instruct_prompt": "Make it red.",
-            "source_image": b"s",
-            "left_output_image": b"l",
-            "right_output_image": b"r",
+            **{"source_prompt": "a fox", "target_prompt": "a red fox", "instruct_prompt": "Make it red."},
+            **{"source_image": b"s", "left_output_image": b"l", "right_output_image": b"r"},
             "vote_type": "bothbad_vote",
-            **GENAI,
         },
         ("Make it red.", [b"s"], [(b"l", 0.0), (b"r", 0.0)], None),
     ),
     "genai-bench-video": (
-        {"prompt": "A fox.", "left_video": "l.mp4", "right_video": "r.mp4", "vote_type": "leftvote", **GENAI},
+        {"prompt": "A fox.", "left_video": "l.mp4", "right_video": "r.mp4", "vote_type": "leftvote"},
         ("A fox.", [], [("/data/l.mp4", 1.0), ("/data/r.mp4", 0.0)], None),
     ),
     "videogen-rewardbench": (
         {
-            "path_A": "videos/a.mp4",
-            "path_B": "videos/b.mp4",
-            "A_model": "m",
-            "B_model": "n",
-            "prompt": "A fox.",
-            "VQ": "A",
-            "MQ": "same",
-            "TA": "B",
-            "Overall": "B",
-            "fps_A": 24.0,
+            **{"path_A": "1.mp4", "path_B": "2.mp4", "A_model": "m", "B_model": "n", "prompt": "A fox."},
+            **{"VQ": "A", "MQ": "same", "TA": "B", "Overall": "B", "fps_A": 24.0},
         },
-        ("A fox.", [], [("/data/videos/a.mp4", 0.0), ("/data/videos/b.mp4", 1.0)], None),
+        ("A fox.", [], FOX, None),
     ),
     "roborewardbench": (  # of several rows
-        {
-            "file_name": ["droid/3.mp4", "droid/3_attempt_1_score_2.mp4"],
-            "task": ["put the cup in the sink", "put the cup in the sink"],
-            "reward": [5, 2],
-        },
-        (
-            "put the cup in the sink",
-            [],
-            [("/data/droid/3.mp4", 5.0), ("/data/droid/3_attempt_1_score_2.mp4", 2.0)],
-            "droid",
-        ),
+        {"file_name": ["droid/3.mp4", "droid/3_score_2.mp4"], "task": ["put it in the sink"] * 2, "reward": [5, 2]},
+        ("put it in the sink", [], [("/data/droid/3.mp4", 5.0), ("/data/droid/3_score_2.mp4", 2.0)], "droid"),
     ),
     "multimodal-rewardbench-2": (
         {
-            "pair_id": "blink_7",
-            "prompt_text": "<image_0>\nWhich of <image_1> and the first is older?",
+            **{"pair_id": "blink_7", "prompt_text": "<image_0>\nWhich of <image_1> and the first is older?"},
             "prompt_images": [{"bytes": b"0", "path": None}, {"bytes": b"1", "path": None}],
             "response_a_text": "The first: <image_0> shows it.",
             "response_a_images": [{"bytes": b"a", "path": None}],
-            "response_b_text": "The second.",
-            "response_b_images": [],
-            "chosen": "b",
-            "prompt_source": "blink",
-            "human_annotations": "[2, 2, 1]",
+            **{"response_b_text": "The second.", "response_b_images": [], "chosen": "b", "prompt_source": "blink"},
             "config": "reasoning",
         },
-        (
-            "\nWhich of  and the first is older?",
-            [b"0", b"1"],
-            [(b"a", 0.0), ("The second.", 1.0)],
-            "reasoning",
-        ),
+        ("\nWhich of  and the first is older?", [b"0", b"1"], [(b"a", 0.0), ("The second.", 1.0)], "reasoning"),
     ),
     "rewardbench-2": (
         {
-            "id": "tied:7",
-            "prompt": "Name a colour.",
-            "chosen": ["Red.", "Blue."],
-            "rejected": ["Seven."],
-            "num_correct": 2,
-            "num_incorrect": 1,
-            "total_completions": 3,
-            "subset": "Ties",
+            **{"id": "tied:7", "prompt": "Name a colour.", "chosen": ["Red.", "Blue."], "rejected": ["Seven."]},
+            **{"num_correct": 2, "num_incorrect": 1, "total_completions": 3, "subset": "Ties"},
         },
         ("Name a colour.", [], [("Red.", 1.0), ("Blue.", 1.0), ("Seven.", 0.0)], "ties"),
     ),
     "rm-bench": (
         {
-            "id": "9",
-            "prompt": "2 + 2?",
-            "chosen": ["4.", "It is 4.", "**4**"],
-            "rejected": ["5.", "It is 5.", "**5**"],
-            "domain": "safety-refuse",
+            **{"id": "9", "prompt": "2 + 2?", "domain": "safety-refuse"},
+            **{"chosen": ["4", "It is 4", "**4"], "rejected": ["5", "It is 5", "**5"]},
         },
-        (
-            "2 + 2?",
-            [],
-            [(text, 1.0) for text in ("4.", "It is 4.", "**4**")]
-            + [(text, 0.0) for text in ("5.", "It is 5.", "**5**")],
-            "safety",
-        ),
+        ("2 + 2?", [], [(f"{it}{n}", float(n == 4)) for n in (4, 5) for it in ("", "It is ", "**")], "safety"),
     ),
     "m-rewardbench": (
         {
-            "id": 31,
-            "prompt": "Dis bonjour.",
-            "chosen": "Bonjour.",
-            "rejected": "Au revoir.",
-            "language": "fra_Latn",
-            "source": "mt-bench-easy",
-            "config": "fra_Latn",
+            **{"id": 31, "prompt": "Dis bonjour.", "chosen": "Bonjour.", "rejected": "Au revoir."},
+            **{"language": "fra_Latn", "source": "mt-bench-easy", "config": "fra_Latn"},
         },
         ("Dis bonjour.", [], [("Bonjour.", 1.0), ("Au revoir.", 0.0)], "fra_Latn"),
     ),
     "editreward-bench-tiger": (
         {
-            "id": "0a1b_3pair_1",
-            "instruction": "Make it red.",
-            "source_image": b"s",
-            "candidate_1": b"a",
-            "candidate_2": b"c",
-            "ranking": "C>A",
-            "comparison_type": "AvsC",
+            **{"id": "0a1b_3pair_1", "instruction": "Make it red.", "source_image": b"s", "score_1": 3.0},
+            **{"candidate_1": b"a", "candidate_2": b"c", "ranking": "C>A", "comparison_type": "AvsC"},
             "dataset": "3pair",
-            "score_1": 3.0,
         },
         ("Make it red.", [b"s"], [(b"a", 0.0), (b"c", 1.0)], "3pair"),
     ),
     "editreward-bench-editscore": (
         {
-            "key": ["1", "2"],
-            "instruction": "Make it red.",
-            "input_image": {"bytes": b"s", "path": None},
+            **{"key": ["1", "2"], "instruction": "Make it red.", "input_image": {"bytes": b"s", "path": None}},
             "output_images": [{"bytes": b"a", "path": None}, {"bytes": b"b", "path": None}],
-            "task_type": "color_alter",
-            "dimension": "consistency",
+            **{"task_type": "color_alter", "dimension": "consistency"},
         },
         ("Make it red.", [b"s"], [(b"a", 1.0), (b"b", 0.0)], "consistency"),
     ),
@@ -239,22 +152,10 @@ ROWS = {
     ),
     "omni-rewardbench": (
         {
-            "id": "t2v_1",
-            "prompt": "A fox.",
-            "criteria": "It must run.",
-            "response1": "video/1.mp4",
-            "response2": "video/2.mp4",
-            "model1": "m",
-            "model2": "n",
-            "criteria_preference": "response2",
-            "config": "text_to_video",
+            **{"id": "t2v_1", "prompt": "A fox.", "criteria": "Run", "criteria_preference": "response2"},
+            **{"response1": "1.mp4", "response2": "2.mp4", "model1": "m", "config": "text_to_video"},
         },
-        (
-            "It must run.\nA fox.",
-            [],
-            [("/data/../media_data/video/1.mp4", 0.0), ("/data/../media_data/video/2.mp4", 1.0)],
-            "text_to_video",
-        ),
+        ("Run\nA fox.", [], [("/data/../media_data/1.mp4", 0.0), ("/data/../media_data/2.mp4", 1.0)], "text_to_video"),
     ),
 }
 
@@ -266,7 +167,8 @@ def resolve(reference):
 
 
 def read(name: str, **changes):
-    return benchmark(name).read({**ROWS[name][0], **changes}, "row 1", resolve)
+    reader = pickle.loads(pickle.dumps(benchmark(name).read))  # as in a worker process
+    return reader({**ROWS[name][0], **changes}, "row 1", resolve)
 
 
 def pairs(*rows, **columns) -> pd.DataFrame:
@@ -288,11 +190,7 @@ RIGHT, WRONG, EQUAL = (1.0, 0.0), (0.0, 1.0), (1.0, 1.0)
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def test_every_benchmark_has_a_row_here():
-    assert set(ROWS) == set(BENCHMARKS)
-
-
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_published_row_is_read(name):
     comparison = read(name)
     branches = [
@@ -314,18 +212,16 @@ def test_an_empty_cell_is_named(name):
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("multimodal-rewardbench", {"Better": "1"}, "must be one of Output1"),
-        ("genai-bench-image", {"vote_type": "left"}, "must be one of leftvote"),
+        ("multimodal-rewardbench", {"Better": "1"}, "Output1"),
         ("videogen-rewardbench", {"MQ": "C"}, "`MQ` is 'C'"),
-        ("hpdv2", {"rank": "1 2 3"}, "`rank` must be a list of numbers"),
-        ("mm-rlhf-rewardbench", {"image": None}, "neither `image` nor `video`"),
-        ("multimodal-rewardbench-2", {"chosen": "C"}, "`chosen` is 'C': it must be A or B"),
+        ("hpdv2", {"rank": "1 2 3"}, "`rank`"),
+        ("mm-rlhf-rewardbench", {"image": None}, "`image`"),
+        ("multimodal-rewardbench-2", {"chosen": "C"}, "`chosen` is 'C'"),
         ("multimodal-rewardbench-2", {"response_a_images": []}, "1 slots for 0 images"),
-        ("rewardbench-2", {"chosen": "Red."}, "must be lists of answers"),
+        ("rewardbench-2", {"chosen": "Red."}, "lists of answers"),
         ("rm-bench", {"chosen": ["4."]}, "1 chosen and 3 rejected"),
-        ("editreward-bench-tiger", {"ranking": "A>B"}, "must be a vote on A and C"),
-        ("omni-rewardbench", {"criteria_preference": "both"}, "must be one of response1"),
-        ("roborewardbench", {"reward": [5, 0]}, "`reward` is 0: it must be 1, 2, 3, 4 or 5"),
+        ("editreward-bench-tiger", {"ranking": "A>B"}, "vote on A and C"),
+        ("roborewardbench", {"reward": [5, 0]}, "`reward` is 0"),
     ],
 )
 def test_a_cell_outside_the_schema_is_named(name, changes, said):
@@ -334,33 +230,20 @@ def test_a_cell_outside_the_schema_is_named(name, changes, said):
 
 
 @pytest.mark.parametrize(
-    ("row_id", "group"),
+    ("name", "changes", "expected"),
     [
-        ("RLHF-V_3", "hallucination"),
-        ("povid_3", "hallucination"),
-        ("hallucination_pair-3", "hallucination"),
-        ("mathverse_3", "reasoning"),
-        ("mmmu_pro_3", "reasoning"),
-        ("wildvision-battle_3", "general"),
-        ("VLFeedback-3", "general"),
+        ("vl-rewardbench", {"id": "povid_3"}, "hallucination"),
+        ("vl-rewardbench", {"id": "mathverse_3"}, "reasoning"),
+        ("vl-rewardbench", {"id": "wildvision-battle_3"}, "general"),
+        ("vl-rewardbench", {"id": "VLFeedback-3"}, "general"),
+        ("multimodal-rewardbench", {"ID": "pairs_1", "Category": "safety"}, "safety/bias"),
+        ("multimodal-rewardbench", {"ID": "hateful_1", "Category": "safety"}, "safety/toxicity"),
+        ("multimodal-rewardbench", {"ID": "EMMA_1", "Category": "reasoning"}, "reasoning/coding"),
+        ("multimodal-rewardbench", {"ID": "x", "Category": "open_generation/correctness_task"}, "correctness"),
     ],
 )
-def test_groups_of_vl_rewardbench(row_id, group):
-    assert read("vl-rewardbench", id=row_id).category == group
-
-
-@pytest.mark.parametrize(
-    ("row_id", "category", "expected"),
-    [
-        ("pairs_1", "safety", "safety/bias"),
-        ("hateful_1", "safety", "safety/toxicity"),
-        ("EMMA_1", "reasoning", "reasoning/coding"),
-        ("nocaps_1", "open_generation/correctness_task", "correctness"),
-        ("vqa_1", "vqa", "vqa"),
-    ],
-)
-def test_categories_of_multimodal_rewardbench(row_id, category, expected):
-    assert read("multimodal-rewardbench", ID=row_id, Category=category).category == expected
+def test_a_row_s_id_says_its_category(name, changes, expected):
+    assert read(name, **changes).category == expected
 
 
 def test_images_stay_where_they_stand_among_texts():
@@ -414,16 +297,11 @@ def test_vl_rewardbench_overall_and_macro():
 
 
 def test_multimodal_rewardbench_counts_rows():
-    frame = pairs(RIGHT, RIGHT, WRONG, RIGHT, category=["vqa", "vqa", "knowledge", "safety/bias"])
-    figures = benchmark("multimodal-rewardbench").score(frame)
-    assert figures == {"overall": 0.75, "knowledge": 0.0, "safety": 1.0, "safety/bias": 1.0, "vqa": 1.0}
-
-
-def test_multimodal_rewardbench_s_reasoning_and_safety_are_shares_of_rows():
     """As in the README, where a share of 47 % mathematics makes 61.8 of 68.9 and 55.5 for Gemini 1.5 Pro."""
     categories = ["reasoning/math"] * 3 + ["reasoning/coding"] + ["safety/toxicity"]
     figures = benchmark("multimodal-rewardbench").score(pairs(RIGHT, RIGHT, WRONG, WRONG, RIGHT, category=categories))
-    assert (figures["reasoning"], figures["reasoning/math"], figures["safety"]) == (0.5, pytest.approx(2 / 3), 1.0)
+    expected = {"overall": 3 / 5, "reasoning": 0.5, "reasoning/math": 2 / 3, "reasoning/coding": 0, "safety": 1}
+    assert figures == pytest.approx(expected | {"safety/toxicity": 1})
 
 
 def test_mm_rlhf_wants_all_pairs_of_a_question():
@@ -454,11 +332,6 @@ def test_rewardbench_weighs_xstest_by_its_numbers_of_rows():
     for right, rows in (("xstest-should-refuse", 154), ("xstest-should-respond", 250)):
         frame = pairs(*(RIGHT if name == right else WRONG for name in safety), category=list(safety))
         assert benchmark("rewardbench").score(frame)["safety"] == pytest.approx(rows / 740)
-
-
-def test_rewardbench_has_the_published_2985_rows():
-    rows = {name: weight for section in SECTIONS.values() for name, weight in section.items()}
-    assert sum(rows.values()) - 984 + 447 == 2985
 
 
 def inversion_score(scores, ranks):
@@ -506,55 +379,15 @@ def test_pick_a_pic_chooses_its_threshold_on_the_validation_rows():
 
 
 @pytest.mark.parametrize("task", ["image", "edit", "video"])
-def test_genai_bench_counts_a_tied_vote_right_only_for_equal_scores(task):
-    frame = pairs(RIGHT, WRONG, (1.0, 1.0, True), (1.0, 0.0, True))
-    figures = benchmark(f"genai-bench-{task}").score(frame)
-    assert (figures["accuracy"], figures["accuracy_without_ties"]) == (0.5, 0.5)
-
-
-@pytest.mark.parametrize("task", ["image", "edit", "video"])
-def test_genai_bench_has_a_figure_in_which_a_small_margin_is_a_tie(task):
+def test_genai_bench_counts_tied_votes(task):
     """EditReward's rule: a scalar model may call a tie by a threshold, without which votes for one are lost to it."""
+    figures = benchmark(f"genai-bench-{task}").score(pairs(RIGHT, WRONG, (1.0, 1.0, True), (1.0, 0.0, True)))
+    assert (figures["accuracy"], figures["accuracy_without_ties"]) == (0.5, 0.5)
     rows = [(2.0, 0.0), (0.0, 2.0), (0.3, 0.0, True), (0.0, 0.2, True), (0.1, 0.0)]
     frame = pairs(*rows, chosen_branch=[0, 1, 0, 0, 0])
     labels, margins = np.array([1, 1, 0, 0, 1]), np.array([2.0, -2.0, 0.3, -0.2, 0.1])
     expected = best_of_all_thresholds(labels, margins)
     assert benchmark(f"genai-bench-{task}").score(frame)["accuracy_with_ties"] == pytest.approx(expected) == 3 / 5
-
-
-@pytest.mark.parametrize(
-    ("task", "random", "gpt4o", "gemini"),
-    [("image", 0.2536, 0.4559, 0.4467), ("edit", 0.259, 0.5354, 0.5593), ("video", 0.2516, 0.4846, 0.4621)],
-)
-def test_genai_bench_is_the_authors_split_beside_their_strongest_judges(task, random, gpt4o, gemini):
-    chosen = benchmark(f"genai-bench-{task}")
-    assert chosen.source.splits == ["test_v1"]
-    figures = {figure.model: figure.value for figure in chosen.published_figures if figure.metric == "accuracy"}
-    assert figures["chance"] == random
-    assert sorted(figures.values())[-2:] == sorted([gpt4o, gemini])
-    assert (figures["GPT-4o"], figures["Gemini-1.5-Pro"]) == (gpt4o, gemini)
-
-
-def test_editreward_s_figures_stand_under_the_rule_that_they_were_made_by():
-    made = [
-        figure for figure in benchmark("genai-bench-edit").published_figures if figure.model.startswith("EditReward")
-    ]
-    assert {(figure.value, figure.metric) for figure in made} == {
-        (0.6572, "accuracy_with_ties"),
-        (0.6397, "accuracy_with_ties"),
-    }
-
-
-def test_hps_v2_1_is_among_the_published():
-    found = {
-        name: {figure.model: figure.value for figure in benchmark(name).published_figures}["HPS v2.1"]
-        for name in ("hpdv2", "imagereward")
-    }
-    assert found == {"hpdv2": 0.841, "imagereward": 0.668}
-
-
-def test_hpdv3_is_a_share():
-    assert benchmark("hpdv3").score(pairs(RIGHT, RIGHT, WRONG, EQUAL)) == {"accuracy": 0.5}
 
 
 def best_of_all_thresholds(label, margin):
@@ -590,14 +423,17 @@ def test_videogen_compares_one_score_with_four_labels():
     )
 
 
-def test_what_cannot_be_scored_is_said():
-    videogen = benchmark("videogen-rewardbench")
-    with pytest.raises(DataError, match="without VQ, MQ, TA"):
-        videogen.score(pairs(RIGHT))
-    with pytest.raises(DataError, match="no scored pairs"):
-        benchmark("hpdv3").score(pairs(RIGHT)[:0])
-    with pytest.raises(DataError, match="score of c1 is not finite"):
-        benchmark("hpdv3").score(pairs(RIGHT, (float("nan"), 0.0)))
+@pytest.mark.parametrize(
+    ("name", "frame", "said"),
+    [
+        ("videogen-rewardbench", pairs(RIGHT), "VQ, MQ, TA"),
+        ("hpdv3", pairs(RIGHT)[:0], "no scored pairs"),
+        ("hpdv3", pairs(RIGHT, (float("nan"), 0.0)), "c1 is not finite"),
+    ],
+)
+def test_what_cannot_be_scored_is_said(name, frame, said):
+    with pytest.raises(DataError, match=said):
+        benchmark(name).score(frame)
 
 
 # Loading -------------------------------------------------------------------------------------------------------------
@@ -633,9 +469,6 @@ def test_rows_of_one_answer_become_lists(tmp_path, caplog):
     scored = scored_pairs(comparisons, [[0.5, 0.1, 0.7], [2.0, -1.0]])
     figures = benchmark("roborewardbench").estimate(scored)
     assert {name: figure.value for name, figure in figures.items()} == {"overall": 2 / 3, "droid": 0.5, "viola": 1.0}
-    table.write_text(json.dumps({"file_name": "droid/a.mp4", "task": "Wash it.", "reward": 5}))
-    with pytest.raises(DataError, match="no two rows of RoboRewardBench can be compared: give the whole copy"):
-        load_benchmark("roborewardbench", str(tmp_path))
 
 
 def test_a_benchmark_of_several_configurations(tmp_path, caplog):
@@ -647,8 +480,6 @@ def test_a_benchmark_of_several_configurations(tmp_path, caplog):
     assert [row["comparison"].category for row in loaded] == ["fra_Latn"] * 2 + ["tur_Latn"] * 2
     assert loaded[3]["comparison"].columns["subset"] == "mt-bench-easy"
     assert "M-RewardBench lacks arb_Arab" in caplog.text and "zho_Hant" in caplog.text
-    with pytest.raises(DataError, match=r"holds none of the folders t2i, edit"):
-        load_benchmark("multimodal-rewardbench-2", str(tmp_path))
 
 
 def test_splits_as_categories(tmp_path):
@@ -675,14 +506,6 @@ def test_parquet_with_a_configuration_and_a_split(tmp_path):
         load_benchmark("genai-bench-image", str(tmp_path))
 
 
-def test_links_are_rewritten_to_local_videos(tmp_path):
-    row = {**ROWS["genai-bench-video"][0], "left_video": "https://host/l.mp4", "right_video": "https://host/r.mp4"}
-    Dataset.from_list([row]).to_parquet(tmp_path / "test_v1.parquet")
-    rows = load_benchmark("genai-bench-video", str(tmp_path), DataArguments(path_rewrites=["https://host/=videos/"]))
-    [left] = references(rows[0]["comparison"].answers[0])
-    assert left == str(tmp_path / "videos/l.mp4")
-
-
 def test_pick_a_pic_s_validation_comes_along(tmp_path):
     row = {name: value for name, value in ROWS["pick-a-pic"][0].items() if name != "split"}
     for split, count in (("validation_unique", 2), ("test_unique", 3), ("train", 5)):
@@ -695,14 +518,6 @@ def test_pick_a_pic_s_validation_comes_along(tmp_path):
     assert [row["comparison"].columns["split"] for row in alone] == ["test_unique"] * 3
 
 
-def test_an_archive_named_as_the_split_is_none_of_its_tables(tmp_path):
-    """Beside the tables lie the pictures that they name."""
-    table = Dataset.from_list([ROWS["genai-bench-image"][0]] * 2)
-    DatasetDict({"test_v1": table}).save_to_disk(tmp_path / "copy")
-    (tmp_path / "copy" / "test_v1.tar.gz").write_bytes(b"archive")
-    assert len(load_benchmark("genai-bench-image", str(tmp_path / "copy"))) == 2
-
-
 def test_a_bad_row_is_handed_on_with_its_number(tmp_path):
     rows = [ROWS["hpdv3"][0], {**ROWS["hpdv3"][0], "path2": None}]
     (tmp_path / "test.json").write_text(json.dumps(rows))
@@ -711,39 +526,30 @@ def test_a_bad_row_is_handed_on_with_its_number(tmp_path):
     assert error.row_id == "test.json:2"
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_readers_travel_to_worker_processes(name):
-    comparison = pickle.loads(pickle.dumps(benchmark(name).read))(ROWS[name][0], "1", str)
-    assert len(comparison.answers) >= 2
-
-
-def test_what_is_not_there_is_said_with_where_to_get_it(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere does not exist: .*hf download allenai/reward-bench"):
-        load_benchmark("rewardbench", str(tmp_path / "nowhere"))
-    with pytest.raises(DataError, match=r"holds no videogen-rewardbench\.csv: .*unpack videos\.zip"):
-        load_benchmark("videogen-rewardbench", str(tmp_path))
-    with pytest.raises(DataError, match=r"needs a local copy.*test\.tar\.gz"):
-        load_benchmark("hpdv2")
+@pytest.mark.parametrize(
+    ("name", "place", "said"),
+    [
+        ("rewardbench", "nowhere", "hf download allenai/reward-bench"),
+        ("videogen-rewardbench", ".", r"videogen-rewardbench\.csv: .*unpack videos\.zip"),
+        ("hpdv2", None, r"test\.tar\.gz"),
+        ("hpdv3", ".", "lacks the columns path2"),
+    ],
+)
+def test_what_is_not_there_is_said_with_where_to_get_it(name, place, said, tmp_path):
     (tmp_path / "test.json").write_text(json.dumps([{"prompt": "A fox.", "path1": "a"}]))
-    with pytest.raises(DataError, match=r"is no copy of the HPDv3 test set: it lacks the columns path2"):
-        load_benchmark("hpdv3", str(tmp_path))
-
-
-# Files ---------------------------------------------------------------------------------------------------------------
+    with pytest.raises(DataError, match=said):
+        load_benchmark(name, place and str(tmp_path / place))
 
 
 @pytest.mark.parametrize(
     ("line", "changed", "said"),
     [
-        ("rule: pairs", "rule: pears", r"rule: there is no pears: did you mean pairs"),
-        ("rule: pairs", "rules: pairs", r"unknown key rules \(did you mean rule\?\)"),
-        ("rule: pairs", "adapt: nothing\nrule: pairs", r"adapt: there is no nothing: choose from vl_rewardbench"),
-        ("rule: pairs", "rule: sections", r"groups is missing, which the rule sections needs"),
-        ("rule: pairs", "rule: pairs\nby: [split]", r"columns: split is missing"),
-        ("  splits: [test]", "", r"source\.splits is missing"),
-        ("date: 2025-08", "date: August", r"published\.0\.date: "),
-        ("HPSv3: [76.9]", "HPSv3: [76.9, 1.0]", r"published\.0: percent: HPSv3 has 2 figures for 1 metrics"),
-        ("HPSv3: [76.9]", "HPSv3: [769]", r"published\.0\.percent\.HPSv3\.0.*: "),
+        ("rule: pairs", "rule: pears", "rule: .* pairs"),
+        ("rule: pairs", "rule: sections", "groups is missing"),
+        ("rule: pairs", "rule: pairs\nby: [split]", "columns: split"),
+        ("  splits: [test]", "", r"source\.splits"),
+        ("HPSv3: [76.9]", "HPSv3: [76.9, 1.0]", r"published\.0: percent: HPSv3 has 2"),
+        ("HPSv3: [76.9]", "HPSv3: [769]", r"published\.0\.percent\.HPSv3"),
     ],
 )
 def test_a_wrong_key_is_named_with_its_file(tmp_path, line, changed, said):
@@ -761,17 +567,9 @@ def test_a_file_may_be_like_another(tmp_path):
     assert (second.name, second.title, second.rule) == ("second", "the second", "pairs")
 
 
-# The registry --------------------------------------------------------------------------------------------------------
-
-
-def test_a_wrong_name_gets_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean vl-rewardbench"):
-        benchmark("VL_RewardBench".lower())
-
-
-@pytest.mark.parametrize("name", ABSENT)
-def test_a_benchmark_that_cannot_be_offered_is_refused_with_the_reason(name):
-    with pytest.raises(ConfigError, match=f"the benchmark {name} is not offered: {re.escape(ABSENT[name][:20])}"):
+@pytest.mark.parametrize(("name", "said"), [("vl_rewardbench", "mean vl-rewardbench"), ("vurb", "not offered")])
+def test_a_benchmark_that_there_is_not_is_refused(name, said):
+    with pytest.raises(ConfigError, match=said):
         benchmark(name)
 
 
@@ -781,34 +579,3 @@ def test_our_figures_stand_beside_the_published_ones():
     base = next(row for row in others if row["model"] == "BaseReward (Qwen2.5-VL-7B)")
     assert (base["overall"], base["macro"], base["general"]) == (0.8216, 0.8085, None)
     assert all(row["source"] for row in others)
-
-
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_published_figures_are_shares_of_metrics_that_are_measured(name):
-    metrics = {
-        "vl-rewardbench": {"overall", "macro"},
-        "multimodal-rewardbench": {"overall", "correctness", "preference", "knowledge", "reasoning", "safety", "vqa"},
-        "mm-rlhf-rewardbench": {"acc", "acc_plus"},
-        "rewardbench": {"overall", *SECTIONS},
-        "imagereward": {"accuracy", "accuracy_by_prompt"},
-        "videogen-rewardbench": {
-            f"{part}{ties}" for part in ("overall", "vq", "mq", "ta") for ties in ("", "_with_ties")
-        },
-        "genai-bench-edit": {"accuracy", "accuracy_with_ties"},
-        "multimodal-rewardbench-2": {"overall", "t2i", "edit", "interleaved", "reasoning"},
-        "rewardbench-2": {"overall"},
-        "roborewardbench": {"overall"},
-        "rm-bench": {"overall", "easy", "normal", "hard", "chat", "math", "code", "safety"},
-        "m-rewardbench": {"overall"},
-        "editreward-bench-tiger": {"overall", "2pair", "3pair", "4pair"},
-        "editreward-bench-editscore": {"overall", "prompt_following", "consistency"},
-        "hpdv3-plusplus": {"test_aes", "test_tf"},
-        "omni-rewardbench": {"overall", "overall_with_ties", *benchmark("omni-rewardbench").groups["tasks"]},
-    }.get(name, {"accuracy", "accuracy_without_ties"})
-    assert {figure.metric for figure in benchmark(name).published_figures} <= metrics
-    assert all(0 < figure.value < 1 for figure in benchmark(name).published_figures)
-
-
-def test_the_guide_lists_every_benchmark():
-    guide = (Path(__file__).parents[2] / "docs/benchmarks.md").read_text().partition("## What a")[0]
-    assert sorted(re.findall(r"^\| `([\w-]+)` \|", guide, re.MULTILINE)) == list(BENCHMARKS)

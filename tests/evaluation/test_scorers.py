@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -28,17 +29,15 @@ from transformers import (
     Qwen3_5ForSequenceClassification,
 )
 
-from vlmrm import cli, load_scorer
+from vlmrm import load_scorer
 from vlmrm.conversation import Comparison, Conversation, text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons
 from vlmrm.data.media import open_image
-from vlmrm.errors import CheckpointError, ConfigError
+from vlmrm.errors import ConfigError
 from vlmrm.evaluation.evaluate import _Share
 from vlmrm.evaluation.report import build_report
-from vlmrm.evaluation.results import Results
 from vlmrm.evaluation.schema import load_results
-from vlmrm.evaluation.scorers.reward import FunctionEntry
 from vlmrm.evaluation.sweep import sweep
 from vlmrm.formats.openai import write_messages
 from vlmrm.measures.interventions import INTERVENTIONS, alterations
@@ -201,11 +200,9 @@ def test_ids_of_the_hub_are_those_of_their_snapshots(here, texts, tiny_reward_mo
         assert one["chosen_score"].tolist() == other["chosen_score"].tolist()
     assert [(row["model"], row["checkpoint"]) for row in rows[:2]] == [("org", "mine"), ("hf:org", "classifier")]
     assert [row["provenance"]["weights"] for row in rows[:2]] == [row["provenance"]["weights"] for row in rows[2:]]
-    again = sweep(asked(texts, *specs, interventions="none")).rows
-    assert [row["seconds"] for row in again] == [row["seconds"] for row in rows], "nothing is scored again"
 
 
-def test_a_text_classifier_says_that_it_cannot_see(here, data, texts, models, capfd):
+def test_a_text_classifier_says_that_it_cannot_see(here, data, texts, models):
     tokenizer = AutoTokenizer.from_pretrained(models / "text")
     model = AutoModelForSequenceClassification.from_pretrained(models / "text").eval()
 
@@ -215,20 +212,17 @@ def test_a_text_classifier_says_that_it_cannot_see(here, data, texts, models, ca
         rendered = tokenizer.apply_chat_template(messages, tokenize=False)
         return float(model(**tokenizer(rendered, return_tensors="pt", add_special_tokens=False)).logits)
 
-    with pytest.raises(ConfigError, match="is a classifier of texts and none of ours: write hf:"):
+    with pytest.raises(ConfigError, match="write hf:"):
         sweep(asked(texts, models / "text"))
     spec = f"hf:{models / 'text'}"
     sweep(asked(texts, spec, output_file="texts.csv"))
     check_scores(*frames("texts.scores.parquet"), texts, direct)
     [row] = sweep(asked(data, spec, output_file="refused.csv")).rows
-    assert "cannot see what row pair-0 shows, an image: " in (row["error"] or "")
-    assert "scorer_drops_media: true" in (row["error"] or "")
+    assert "row pair-0" in (row["error"] or "") and "scorer_drops_media" in (row["error"] or "")
     [row] = sweep(asked(data, spec, scorer_drops_media=True)).rows
     check_scores(*frames(), data, direct, without=["blank_image"])
     assert row["limits"] == {"blank_image": "it changes nothing that this scorer is shown"}
     assert "blank_image_chosen" not in frames()[0] and "blank_image_accuracy" not in row
-    assert f"{spec}: no blank_image: it changes nothing that this scorer is shown\n" in capfd.readouterr().err
-    assert load_results("results.json")["results"][0]["limits"] == row["limits"]
     assert pd.read_csv("results.csv")["limits"].tolist() == ["blank_image"]
 
 
@@ -278,34 +272,18 @@ def test_a_tiny_clip_reward_and_a_reward_of_groups(here):
     assert (by_rank["chosen_score"].to_numpy() == better / 2).all(), "the share of the pair with a lower score"
 
 
-def test_a_python_function_is_asked_for_nothing_twice(here, data, monkeypatch):
+def test_a_python_function_is_a_scorer(here, data):
     Path("my_scorer.py").write_text(
-        "asked = []\n"
         "def length(conversations):\n"
-        "    asked.extend(conversations)\n"
         "    return [len(c.answer.text) + 0.1 * len(c.messages) for c in conversations]\n"
         "def short(conversations):\n    return [1.0]\n"
         "def broken(conversations):\n    raise KeyError('reward')\n"
     )
-    repeated = Path("repeated.jsonl")
-    repeated.write_text(data.read_text() + data.read_text())
-    one, short, broken = sweep(
-        asked(
-            repeated,
-            *(f"python:my_scorer.{name}" for name in ("length", "short", "broken")),
-            image_root=data.parent,
-            eval_batch_size=4,
-        )
-    ).rows
-    check_scores(
-        frames()[0].drop_duplicates("comparison_id"), data, lambda c: len(c.answer.text) + 0.1 * len(c.messages)
-    )
-    import my_scorer
-
-    seen = [repr(conversation.messages) for conversation in my_scorer.asked if not conversation.messages[0].media]
-    assert len(seen) == len({*seen}) > 0
+    specs = (f"python:my_scorer.{name}" for name in ("length", "short", "broken"))
+    one, short, broken = sweep(asked(data, *specs)).rows
+    check_scores(frames()[0], data, lambda c: len(c.answer.text) + 0.1 * len(c.messages))
     assert one["error"] is None and "returned 1 scores of" in (short["error"] or "")
-    assert "failed on" in (broken["error"] or "") and "KeyError: 'reward'" in (broken["error"] or "")
+    assert "KeyError: 'reward'" in (broken["error"] or "")
 
 
 # Judges --------------------------------------------------------------------------------------------------------------
@@ -389,20 +367,18 @@ def test_a_judge_is_attacked_with_one_answer_changed(here, data, judge):
 
 def test_what_a_judge_does_not_say_is_an_error_and_no_zero(here, data, judge, monkeypatch):
     spec = f"judge:m@{judge.url}?max_retries=0"
-    judge.behave = lambda body, number: completion("Both are fine.")
-    [row] = sweep(asked(data, spec, interventions="none", output_file="prose.csv")).rows
-    assert "the reply names no winner; it begins 'Both are fine.'" in (row["error"] or "")
-    judge.behave = lambda body, number: error(503, "overloaded")
-    [row] = sweep(asked(data, spec, interventions="none", output_file="down.csv")).rows
-    assert "has no score for row pair-0: the judge m at" in (row["error"] or "") and "503" in (row["error"] or "")
     monkeypatch.setattr("vlmrm.rewards.servers.COOL_DOWN", 0.0)  # for which the judge would not be asked
+    for reply, said in (
+        (completion("Both are fine."), "names no winner"),
+        (completion('{"winner": "Answer 1"}', "length"), "row pair-0"),
+        (error(503, "overloaded"), "503"),
+    ):
+        judge.behave = lambda body, number, reply=reply: reply
+        [row] = sweep(asked(data, spec, interventions="none", output_file="failed.csv")).rows
+        assert said in (row["error"] or "") and not Path("failed.scores.parquet").exists()
     judge.behave = lambda body, number: completion("no") if "black" in answers_of(body)[0] else biased(body, number)
     [row] = sweep(asked(data, spec, interventions="none", bad_rows="skip", output_file="some.csv")).rows
     assert row["error"] is None and row["dropped_rows"] == 2
-    assert not Path("prose.scores.parquet").exists()
-    with pytest.raises(CheckpointError, match="1 of 1 could not be evaluated"):
-        judge.behave = lambda body, number: completion('{"winner": "Answer 1"}', "length")
-        cli.evaluate(*asked(data, spec, interventions="none", output_file="cut.csv"))
 
 
 # Services ------------------------------------------------------------------------------------------------------------
@@ -437,57 +413,39 @@ def test_a_service_by_each_protocol(here, data, texts):
 @pytest.mark.parametrize(
     ("spec", "sentence"),
     [
-        ("hf:", "scorer hf: names nothing: write hf:ID"),
-        ("jugde:m@http://localhost:1/v1", "begins with jugde:, which is no kind of scorer: did you mean judge:?"),
-        ("judge:http://localhost:1/v1", "lacks a model or an address: write judge:MODEL@http://host:port/v1"),
-        ("judge:m@http://localhost:1/v1?replyes=2", "has no option replyes: did you mean replies?"),
-        ("judge:m@http://localhost:1/v1?api_key=s3cret", "api_key would be written into the results: name the"),
-        ("judge:m@http://u:s3cret@localhost:1/v1", "api_base_url holds more than an address"),
-        ("python:length", "names no module: write python:module.function"),
-        ("python:json.dumbs", "json has no function dumbs: did you mean dumps?"),
-        ("python:no_such_module.score", "there is no module no_such_module"),
-        ("reward:clipp", "there is no reward clipp: did you mean clip?"),
-        ("reward:clip?model_name=x", "unknown key 'model_name'"),
-        ("HF:org/name", "begins with HF:, which is no kind of scorer: did you mean hf:?"),
-        ("outputs/absent", "outputs/absent"),
-        ("./absent", "scorer ./absent does not exist"),
-        ("http://localhost:1?tmeout=3", "has no option tmeout: did you mean timeout?"),
-        ("hf:a/b?label", "write its options as ?key=value&key=value"),
+        ("hf:", "write hf:ID"),
+        ("jugde:m@http://judge/v1", "did you mean judge:?"),
+        ("judge:http://judge/v1", "write judge:MODEL@"),
+        ("judge:m@http://judge/v1?replyes=2", "did you mean replies?"),
+        ("judge:m@http://judge/v1?api_key=s3cret", "api_key would be written into the results"),
+        ("judge:m@http://u:s3cret@judge/v1", "more than an address"),
+        ("python:json.dumbs", "did you mean dumps?"),
+        ("python:no_such_module.score", "no module no_such_module"),
+        ("reward:clipp", "did you mean clip?"),
+        ("./absent", "./absent does not exist"),
+        ("http://server?tmeout=3", "did you mean timeout?"),
+        ("hf:a/b?label", "?key=value"),
     ],
 )
-def test_a_mistyped_scorer_is_one_sentence(here, texts, spec, sentence):
-    if spec == "outputs/absent":  # as the id of a repository might be
-        [row] = sweep(asked(texts, spec)).rows
-        assert "is neither a folder nor a hub checkpoint that can be reached" in (row["error"] or "")
-        return
+def test_a_mistyped_scorer_is_refused(here, texts, spec, sentence):
     with pytest.raises(ConfigError) as refused:
         sweep(asked(texts, spec))
     assert sentence in str(refused.value) and "s3cret" not in str(refused.value)
     assert not Path("results.json").exists()
 
 
-def test_what_cannot_be_opened_is_a_row_and_the_others_go_on(here, texts, models, tiny_checkpoint):
+def test_what_cannot_be_opened_is_a_row_and_the_others_go_on(here, texts, tiny_checkpoint):
     Path("scorer_of_texts.py").write_text("def one(conversations): return [len(repr(c)) for c in conversations]\n")
-    wide = shutil.copytree(models / "text", here / "wide")
-    config = json.loads((wide / "config.json").read_text()) | {"id2label": {"0": "a", "1": "b"}}
-    (wide / "config.json").write_text(json.dumps(config))
-    rows = sweep(
-        asked(
-            texts,
-            "http://user:s3cret@127.0.0.1:1",
-            f"hf:{tiny_checkpoint}",
-            "hf:org/absent",
-            f"hf:{wide}",
-            "python:scorer_of_texts.one",
-        )
-    ).rows
-    errors = [row["error"] or "" for row in rows]
-    assert "http://127.0.0.1:1/v1/models cannot be reached" in errors[0]
-    assert "score.weight: it is no trained sequence classifier" in errors[1]
-    assert "hf:org/absent is no sequence classifier that can be opened" in errors[2]
-    assert "wide is no sequence classifier that can be opened" in errors[3] and errors[4] == ""
+    with socket.socket() as silent:  # bound, and nobody listens
+        silent.bind(("127.0.0.1", 0))
+        server = f"http://user:s3cret@127.0.0.1:{silent.getsockname()[1]}"
+        specs = [server, f"hf:{tiny_checkpoint}", "hf:org/absent", "outputs/absent", "python:scorer_of_texts.one"]
+        rows = sweep(asked(texts, *specs)).rows
+    said = ("cannot be reached", "score.weight", "hf:org/absent", "neither a folder nor a hub checkpoint", "")
+    for row, part in zip(rows, said, strict=True):
+        assert part in (row["error"] or "") and "\n" not in (row["error"] or "")
+    assert rows[-1]["error"] is None
     assert "s3cret" not in Path("results.json").read_text() + Path("results.csv").read_text()
-    assert all("\n" not in line for line in errors)
 
 
 def test_scorers_are_not_scored_again_unless_they_changed(here, texts, monkeypatch):
@@ -505,25 +463,10 @@ def test_scorers_are_not_scored_again_unless_they_changed(here, texts, monkeypat
     linecache.checkcache()
     sweep(asked(texts, "python:scorer_that_changes.one"))
     assert len(scorer_that_changes.calls) > before
-    before = len(scorer_that_changes.calls)
-    with monkeypatch.context() as patch:
-        patch.setattr(FunctionEntry, "digest", lambda entry: None)
-        for _ in range(2):
-            sweep(asked(texts, "python:scorer_that_changes.one"))
-            assert len(scorer_that_changes.calls) > before, "what nothing tells apart may have changed"
-            before = len(scorer_that_changes.calls)
     monkeypatch.setattr(scorer_that_changes, "one", lambda conversations: 1 / 0)
     [row] = sweep(asked(texts, "python:scorer_that_changes.one")).rows
     assert "ZeroDivisionError" in (row["error"] or "")
     assert pd.read_parquet("results.scores.parquet").empty, "pairs of the function as it was"
-
-
-def test_of_two_scorers_of_one_name_the_last_has_the_row_as_it_has_the_pairs(tmp_path):
-    results = Results(tmp_path / "results.csv", {"data": "1"})
-    names = {"model": "reward", "checkpoint": "mine"}
-    for path in ("reward:a.yaml#mine", "reward:b.yaml#mine"):
-        results.add({**names, "path": path, "error": None, "seconds": 0.0}, pd.DataFrame([names]))
-    assert [row["path"] for row in results.rows] == ["reward:b.yaml#mine"] and len(results.frame) == 1
 
 
 @pytest.mark.parametrize("key", ["watch", "one_standard_error"])

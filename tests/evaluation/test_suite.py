@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from filelock import FileLock
-from runs import colour_pairs, text_pairs, words
+from runs import text_pairs, words
 
 from vlmrm import cli
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import BelowThreshold, ConfigError, DataError
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.leaderboard import leaderboard
-from vlmrm.evaluation.public import BENCHMARKS
 from vlmrm.evaluation.report import build_report
 from vlmrm.evaluation.schema import load_results
 from vlmrm.evaluation.scorers.reward import FunctionEntry
-from vlmrm.evaluation.suite import SUITES, evaluation_sets
+from vlmrm.evaluation.suite import evaluation_sets
 from vlmrm.evaluation.sweep import sweep
-from vlmrm.modeling import write_complete
 
 SCORERS = """
 from vlmrm.conversation import text_of
@@ -70,15 +67,9 @@ def test_each_set_has_the_results_of_a_sweep_of_its_own(here, monkeypatch):
     assert table.loc["length", ["short", "other"]].tolist() == [0, 1]
     assert table.loc["brevity", ["short", "other"]].tolist() == [1, 0]
     assert table["mean preference_accuracy of 2 sets"].tolist() == [0.5, 0.5]
-    assert list(load_results("alone.json")) == [key for key in of_set if key != "set_name"]
-    opened.clear()
-    again = run(data=["short.jsonl", "other=long.jsonl", "third=long.jsonl"])
-    assert len(opened) == 2 and len(again.sets) == 3, "what has figures is not scored again"
     assert [it.name for it in leaderboard(["out/all.csv"]).sets] == ["other", "short"]
-    with pytest.raises(ConfigError, match=r"out/all\.csv is the table of 3 data sets: give one of them, such as out/"):
+    with pytest.raises(ConfigError, match=r"out/all\.csv is the table of 2 data sets"):
         build_report(["out/all.csv"], "report")
-    with pytest.raises(ConfigError, match=r"is in two of the results: .* with vlmrm leaderboard"):
-        build_report(["out/all/short.csv", "out/all/other.csv"], "report")
 
 
 def test_the_best_is_that_of_the_mean_or_of_the_set_that_is_named(here):
@@ -96,14 +87,11 @@ def test_the_best_is_that_of_the_mean_or_of_the_set_that_is_named(here):
     for name in ("long", "short"):  # the set that chose, and one that did not
         page = build_report([f"out/all/{name}.csv"], "report").read_text()
         assert "best by long:preference accuracy" in page
-    with pytest.raises(BelowThreshold, match=r"has 0\.6667: preference_accuracy is below the 0\.9"):
+    with pytest.raises(BelowThreshold, match=r"has 0\.6667"):
         run(**sets, fail_under=0.9)
-    with pytest.raises(ConfigError, match="no set is called lang: did you mean long"):
-        run(**sets, metric_for_best="lang:preference_accuracy")
-    with pytest.raises(ConfigError, match="no set is called long, as there is only one set"):
-        run(dataset_path="long.jsonl", metric_for_best="long:loss")
-    with pytest.raises(ConfigError, match="on short there is no metric accuracy/plain"):
-        run(**sets, metric_for_best="accuracy/plain")
+    for metric, said in (("lang:preference_accuracy", "did you mean long"), ("accuracy/plain", "on short")):
+        with pytest.raises(ConfigError, match=said):
+            run(**sets, metric_for_best=metric)
 
 
 def test_a_set_that_cannot_be_read_fails_by_name_alone(here, capsys):
@@ -114,35 +102,13 @@ def test_a_set_that_cannot_be_read_fails_by_name_alone(here, capsys):
         cli.run(lambda: cli.app(["eval", *line]))
     output = capsys.readouterr()
     assert ended.value.code == DataError.exit_code
-    assert "error: 2 of 3 data sets could not be evaluated: bad: " in output.err and "gone: absent.jsonl" in output.err
-    assert "vlmrm leaderboard o" in output.out
+    assert "2 of 3 data sets" in output.err and "bad: " in output.err and "gone: absent.jsonl" in output.err
     assert list(pd.read_csv("o.csv").columns[2:4]) == ["good:preference_accuracy", "good"]
-    with pytest.raises(DataError, match="none of the 1 data sets can be read: gone: absent"):
-        run(data=["gone=absent.jsonl"])
-    with pytest.raises(DataError, match="gone, by which metric_for_best chooses, cannot be evaluated: absent"):
+    with pytest.raises(DataError, match="gone, by which metric_for_best chooses"):
         run(data=["short.jsonl", "gone=absent.jsonl"], metric_for_best="gone:loss")
     Path("suite.yaml").write_text("good: short.jsonl\nbad: long.jsonl\n")
     mended = run("length", suite="suite.yaml", output_file="o.csv")
     assert not mended.unread and mended.rows[0]["error"] is None
-
-
-def test_models_of_a_suite_are_loaded_once(here, tiny_reward_model, monkeypatch):
-    from vlmrm.evaluation.scorers import checkpoint as module
-
-    for step in (1, 2):
-        folder = here / "run" / f"checkpoint-{step}"
-        shutil.copytree(tiny_reward_model, folder)
-        write_complete(folder, world_size=1, step=step)
-    shutil.copytree(tiny_reward_model, here / "run" / "final")
-    loads = []
-    load = module.load_checkpoint
-    monkeypatch.setattr(module, "load_checkpoint", lambda *a, **k: loads.append(a) or load(*a, **k))
-    colour_pairs(here / "pictures", 4)
-    keys = {"model_dirs": "run", "interventions": "none", "output_file": "out.csv"}
-    result = sweep(words(**keys, data=["pictures/pairs.jsonl", "short.jsonl"]))
-    assert len(loads) == 1, "both have the same weights"
-    info = json.loads(Path(result.choice["path"], "reward_model.json").read_text())
-    assert info["reward_count"] == 2 * (4 + 6)
 
 
 def sets_of(data_keys=None, **keys):
@@ -170,34 +136,23 @@ edits: {benchmark: genai-bench-edit, dataset_path: copies/edits}
     assert public.data_args.dataset_path == ["copies/vl-rewardbench"]
     assert public.data_args.dataset_split == "train", "a key of data sets does not reach a benchmark"
     assert edits.benchmark.name == "genai-bench-edit" and edits.data_args.dataset_path == ["copies/edits"]
-    [alone] = sets_of({"dataset_path": "copy"}, benchmark="hpdv3")
-    assert (alone.name, alone.csv, alone.data_args.dataset_path) == (None, Path("out/all.csv"), ["copy"])
     both = sets_of(benchmark=["hpdv3", "vl-rewardbench"], data=["a=b=c.jsonl", "some/hub-id"])
     assert [it.name for it in both] == ["hpdv3", "vl-rewardbench", "a", "hub-id"]
     assert both[2].data_args.dataset_path == ["b=c.jsonl"]
 
 
-def test_the_built_in_suites_are_of_benchmarks_that_there_are():
-    named = [name for names in SUITES.values() for name in names]
-    assert set(named) == set(BENCHMARKS) and len(named) == len(set(named))
-    for suite in SUITES:
-        assert [it.name for it in sets_of(suite=suite)] == list(SUITES[suite])
-
-
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("mine: {dataset_pth: a.jsonl}", "suite.yaml: mine: unknown key dataset_pth .did you mean dataset_path"),
-        ("mine: {max_pixels: 9}", "suite.yaml: mine: max_pixels is the same for all sets: give it in the config"),
+        ("mine: {dataset_pth: a.jsonl}", "suite.yaml: mine: .*did you mean dataset_path"),
+        ("mine: {max_pixels: 9}", "suite.yaml: mine: max_pixels"),
         ("mine: {group_by: [a]}", "suite.yaml: mine has neither dataset_path nor benchmark"),
-        ("mine: {dataset_path: a, eval_fraction: 2}", "suite suite.yaml: mine: eval_fraction is 2.0"),
-        ("hpdv9:", "there is no benchmark hpdv9: did you mean hpdv"),
+        ("mine: {dataset_path: a, eval_fraction: 2}", "mine: eval_fraction is 2.0"),
+        ("hpdv9:", "did you mean hpdv"),
         ("hpdv3: {benchmark: hpdv3, images: none}", "images does not go with benchmark"),
-        ("a/b: c.jsonl", "a/b cannot be the name of a set"),
-        ("mine: [a.jsonl]", "mine must be a path, or hold"),
-        ("", "must hold `key: value` lines"),
+        ("a/b: c.jsonl", "a/b cannot be"),
+        ("mine: [a.jsonl]", "mine must be a path"),
         ("{}", "names no set"),
-        ("a: b.jsonl\na: c.jsonl", "key 'a' is on line 1 and on line 2"),
     ],
 )
 def test_a_typo_in_a_suite_is_named(here, content, reason):
@@ -206,19 +161,21 @@ def test_a_typo_in_a_suite_is_named(here, content, reason):
         sets_of(suite="suite.yaml")
 
 
-def test_sets_that_do_not_go_together_are_refused(here):
-    def refusal(data_keys=None, **keys):
-        with pytest.raises(ConfigError) as caught:
-            sets_of(data_keys, **keys)
-        return str(caught.value)
-
-    assert "there is no suite vidoe: did you mean video?" in refusal(suite="vidoe")
-    assert "name a YAML file, or one of image-understanding" in refusal(suite="all.yml")
-    assert "two sets are called short" in refusal(data=["short.jsonl", "old/short.jsonl"])
-    assert "give data as --data NAME=PATH" in refusal({"dataset_path": "x.jsonl"}, data=["short.jsonl", "long.jsonl"])
-    assert "which is no folder" in refusal({"dataset_path": "x.jsonl"}, suite="video")
-    assert "dataset_split does not go with benchmark" in refusal({"dataset_split": "test"}, suite="video")
-    assert "dataset_path is missing: give the preferences" in refusal()
+@pytest.mark.parametrize(
+    ("data_keys", "keys", "reason"),
+    [
+        ({}, {"suite": "vidoe"}, "did you mean video"),
+        ({}, {"suite": "all.yml"}, "name a YAML file"),
+        ({}, {"data": ["short.jsonl", "old/short.jsonl"]}, "two sets are called short"),
+        ({"dataset_path": "x.jsonl"}, {"data": ["short.jsonl", "long.jsonl"]}, "--data NAME=PATH"),
+        ({"dataset_path": "x.jsonl"}, {"suite": "video"}, "no folder"),
+        ({"dataset_split": "test"}, {"suite": "video"}, "dataset_split does not go with benchmark"),
+        ({}, {}, "dataset_path is missing"),
+    ],
+)
+def test_sets_that_do_not_go_together_are_refused(here, data_keys, keys, reason):
+    with pytest.raises(ConfigError, match=reason):
+        sets_of(data_keys, **keys)
 
 
 def test_a_table_that_another_sweep_writes_is_refused(here):

@@ -12,27 +12,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from checkpoints import own_scores, scale_head
 from runs import colour_pairs, finish, start, words, write_rows
-from safetensors.torch import load_file, save_file
 
-from vlmrm import cli, load_scorer
+from vlmrm import cli
 from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, VlmrmError
 from vlmrm.evaluation import evaluate as evaluate_module
 from vlmrm.evaluation import sweep as sweep_module
 from vlmrm.evaluation.evaluate import evaluate
 from vlmrm.evaluation.schema import load_results
 from vlmrm.evaluation.sweep import sweep, watch
-from vlmrm.modeling import verify_complete, write_complete
+from vlmrm.modeling import verify_complete
 
 
-def scaled(model: Path, folder: Path, factor: float) -> Path:
+def scaled(model: Path, folder: Path, factor: float) -> None:
     """A checkpoint of the model with its scores times `factor`."""
     shutil.copytree(model, folder)
-    weights = load_file(folder / "model.safetensors")
-    weights["score.weight"] = weights["score.weight"] * factor
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    write_complete(folder, world_size=1, step=1)
-    return folder
+    scale_head(folder, factor, step=1)
 
 
 @pytest.fixture
@@ -91,26 +87,16 @@ def test_the_best_is_by_the_metric_that_was_asked_for(run_folder, data, monkeypa
     assert f"with accuracy/hard {hard:.4f}" in capsys.readouterr().out
 
 
-def test_the_earliest_as_good_one_may_be_asked_for(run_folder, data):
-    result = sweep(asked(run_folder, data, metric_for_best="average_margin", one_standard_error=True))
-    found = [row["statistics"]["overall"]["average_margin"] for row in result.rows]
-    top = max(found, key=lambda each: each["value"])
-    first = next(i for i, each in enumerate(found) if each["value"] >= top["value"] - top["standard_error"])
-    assert result.best is result.rows[first]
-
-
 def test_fail_under_is_of_the_metric(run_folder, data):
     margin = max(row["average_margin"] for row in sweep(asked(run_folder, data)).rows)
     keys = {"metric_for_best": "average_margin"}
     assert sweep(asked(run_folder, data, **keys, fail_under=margin)).best is not None
-    with pytest.raises(BelowThreshold, match=r"average_margin is below .* fail_under: see results\.csv"):
+    with pytest.raises(BelowThreshold, match="average_margin is below"):
         sweep(asked(run_folder, data, **keys, fail_under=margin + 0.1))
 
 
 def test_a_metric_without_its_column_is_a_sentence_after_the_sweep(run_folder, data):
-    with pytest.raises(
-        ConfigError, match=r"results\.csv has every .* agreement_accuracy cannot be computed, .* agreement"
-    ):
+    with pytest.raises(ConfigError, match="agreement_accuracy cannot be computed"):
         sweep(asked(run_folder, data, metric_for_best="agreement_accuracy"))
     saved = load_results("results.json")
     assert saved["best"] is None and [row["error"] for row in saved["results"]] == [None] * 3
@@ -125,12 +111,7 @@ def test_mean_and_spread_of_all_scores_are_saved_with_the_best(run_folder, data)
     result = sweep(asked(run_folder, data))
     assert result.choice is not None
     best = Path(result.choice["path"])
-    groups = []
-    for row in map(json.loads, data.read_text().splitlines()):
-        image = {"type": "image", "image": data.parent / row["images"][0]}
-        question = {"role": "user", "content": [image, {"type": "text", "text": row["prompt"]}]}
-        groups.append(([question], [row["chosen"], row["rejected"]]))
-    scores = np.array(load_scorer(best).score_groups(groups))
+    scores = np.array(own_scores(best, data))
     info = json.loads((best / "reward_model.json").read_text())
     assert info["reward_mean"] == pytest.approx(scores.mean(), abs=1e-5)
     assert info["reward_std"] == pytest.approx(scores.std(), abs=1e-5)
@@ -143,19 +124,9 @@ def test_mean_and_spread_of_all_scores_are_saved_with_the_best(run_folder, data)
     assert changed == {best / "reward_model.json", best / "COMPLETE.json"} and after.keys() == before.keys()
 
 
-def test_a_checkpoint_may_be_left_as_it_is(run_folder, data, monkeypatch, capsys):
+def test_a_checkpoint_may_be_left_as_it_is(run_folder, data):
     before = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
     sweep(asked(run_folder, data, save_normalization=False))
-
-    def read_only(*_, **__):
-        raise ConfigError("reward_model.json cannot be written (Read-only file system)")
-
-    monkeypatch.setattr(sweep_module, "save_normalization", read_only)
-    assert sweep(asked(run_folder, data)).best is not None
-    assert (
-        "not saved with the best checkpoint: reward_model.json cannot be written (Read-only file system)"
-        in capsys.readouterr().err
-    )
     assert {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()} == before
 
 
@@ -204,29 +175,22 @@ def test_absent_data_are_refused_before_anything_is_written(run_folder, capsys, 
 
 
 @pytest.mark.parametrize(
-    ("keys", "code", "sentence"),
-    [
-        ({"dataset_path": "empty.jsonl"}, 3, "has no rows"),
-        ({"group_by": "language"}, 2, "group_by names language, which no row"),
-    ],
+    ("keys", "code", "said"), [({"data": "empty.jsonl"}, 3, "no rows"), ({"group_by": "language"}, 2, "group_by")]
 )
-def test_data_that_cannot_be_used_are_a_sentence_and_every_row_s_error(run_folder, data, capsys, keys, code, sentence):
+def test_data_that_cannot_be_used_are_every_row_s_error(run_folder, data, capsys, keys, code, said):
     write_rows(Path("empty.jsonl"), [])
+    words = asked(run_folder, **{"data": data, **keys})
     with pytest.raises(SystemExit) as stopped:
-        cli.run(lambda: cli.evaluate(*asked(run_folder, **{"data": data, **_renamed(keys)})))
-    said = capsys.readouterr().err
-    assert stopped.value.code == code and sentence in said and "Traceback" not in said
+        cli.run(lambda: cli.evaluate(*words))
+    printed = capsys.readouterr().err
+    assert stopped.value.code == code and said in printed and "Traceback" not in printed
     errors = column("error")
-    assert len(errors) == 3 and all(sentence in error for error in errors.values())
+    assert len(errors) == 3 and all(said in error for error in errors.values())
     assert len(sweep(asked(run_folder, data)).rows) == 3, "what was mended is evaluated into the same file"
     before = Path("results.json").read_bytes()
-    with pytest.raises(VlmrmError, match=sentence):
-        sweep(asked(run_folder, **{"data": data, **_renamed(keys)}))
+    with pytest.raises(VlmrmError, match=said):
+        sweep(words)
     assert Path("results.json").read_bytes() == before, "figures are never replaced by an error"
-
-
-def _renamed(keys):
-    return {("data" if name == "dataset_path" else name): value for name, value in keys.items()}
 
 
 def test_a_score_that_is_no_number_is_a_row(run_folder, data, tiny_reward_model, capsys):
@@ -237,33 +201,6 @@ def test_a_score_that_is_no_number_is_a_row(run_folder, data, tiny_reward_model,
     errors = column("error")
     assert errors.pop("checkpoint-2").startswith("row pair-0: its score is nan: look for broken weights")
     assert set(errors.values()) == {""} and "best: run/checkpoint-" in capsys.readouterr().out
-
-
-def test_an_intervention_whose_scores_are_no_numbers_is_a_row(run_folder, data, monkeypatch):
-    """Both sides of a pair, which would look as if it could not be altered."""
-
-    class Broken:
-        """Its scores of the altered pairs, which stand behind the pairs themselves, are no numbers."""
-
-        device = torch.device("cpu")
-
-        def __init__(self, model):
-            self.model = model
-
-        def __call__(self, **inputs):
-            output = self.model(**inputs)
-            output.logits[len(output.logits) // 2 :] = math.nan
-            return output
-
-    def evaluated(scorer, *args, description, **keys):
-        with monkeypatch.context() as patch:  # the next checkpoint has the same engine
-            if description == "checkpoint-2":
-                patch.setattr(scorer.engine, "model", Broken(scorer.engine.model))
-            return evaluate(scorer, *args, description=description, **keys)
-
-    monkeypatch.setattr(evaluate_module, "evaluate", evaluated)
-    errors = [row["error"] for row in sweep(asked(run_folder, data, interventions="blank_image")).rows]
-    assert errors.pop(1).startswith("row pair-0: its blank_image score is nan: look") and errors == [None, None]
 
 
 def test_a_checkpoint_without_enough_memory_is_a_row(run_folder, data, monkeypatch):

@@ -62,7 +62,7 @@ def test_what_is_missing_is_said_in_a_sentence(results, tmp_path, monkeypatch):
     page = tmp_path / "report.html"
     page.write_text("<p>short</p>")
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"--wandb needs wandb: pip install -e '\.\[wandb\]'"):
+    with pytest.raises(ConfigError, match="needs wandb: pip install"):
         log_report(page, [results], "rewards")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     results.unlink()
