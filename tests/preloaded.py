@@ -197,7 +197,7 @@ def become(asked: dict[str, Any], files: list[int], executable: str) -> None:
 
 
 def run(words: list[str]) -> None:
-    while words[0] in ("-u", "-I", "-s", "-E"):
+    while words[0] in ("-u", "-I", "-s", "-E", "-B"):
         words = words[1:]
     kind, *rest = words
     if kind == "-c":
