@@ -212,7 +212,7 @@ def test_after_the_cool_down_one_probe_decides_for_all_that_wait(server, client,
 def test_successes_and_refused_items_keep_the_circuit_closed(server, client, time):
     server.behave = lambda body, number: {"bad": error(500), "long": error(400)}.get(text_of(body), completion("yes"))
     mixed = client(max_retries=0, max_concurrent=1)
-    for text in ("bad", "long", "bad", "good", "bad") * FAILURES:
+    for text in ("bad", "long") * FAILURES + ("bad", "good") * FAILURES:
         one(mixed, asked(text))
     assert one(mixed, asked("good")).text == "yes" and time.slept == []
 
