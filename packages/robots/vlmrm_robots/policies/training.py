@@ -216,9 +216,9 @@ class _Evaluations(BaseCallback):
             rate = success_rate(self._trial, lambda observations: self.model.predict(observations)[0])
         counts = self._audit.counts() if self._audit else Counts()
         self.points.append(Point(self.num_timesteps, rate, counts))
-        said = "%s, seed %d, step %d: true success %.2f, %d of %d rewards without one"
-        of = (self._trial.source, self._trial.seed, self.num_timesteps, rate, counts.false_positives, counts.rewarded)
-        logger.info(said, *of)
+        where = f"{self._trial.source}, seed {self._trial.seed}, step {self.num_timesteps}"
+        false = f", {counts.false_positives} of {counts.rewarded} rewards without one" if self._audit else ""
+        logger.info("%s: true success %.2f%s", where, rate, false)
 
 
 @dataclass(frozen=True)
