@@ -184,7 +184,7 @@ def actor(case: Case) -> str:
         }
         with torch.inference_mode():
             inputs = {key: model_input(torch.from_numpy(one), model.device) for key, one in pixels.items()}
-            expected = model.decide(model.encode(inputs)).sigmoid()
+            expected = model(inputs).sigmoid()
             threshold = float(expected.sort().values[7:9].mean())  # half of them are successes
             step = RewardClassifierProcessorStep(str(exported(model, folder, folder)), success_threshold=threshold)
             theirs = step.reward_classifier.predict(list(shown.values())).probabilities

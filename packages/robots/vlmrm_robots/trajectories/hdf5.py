@@ -24,6 +24,7 @@ CAMERAS = ("_image", "_rgb")  # how the names of pictures among the observations
 HELD = 11  # rows of success before the last, after which LIBERO's script ends a demonstration
 LIBERO = "bddl_file_name"  # what only its script says of the data
 EXPANDS = 1100  # times: what deflate expands at most
+MOST_BYTES = 8 << 30  # of an episode's frames, which are all in memory at once
 
 
 def episodes_of(path: Path) -> list[Episode]:
@@ -55,6 +56,8 @@ def read_demo(path: Path, demo: str) -> Trajectory:
         if not cameras:
             has = listed(group.get(shown, {}))
             raise DataError(f"{subject} has no pictures, but {has}: add them with the project's own script.")
+        if sum(stored.nbytes for stored in cameras.values()) > MOST_BYTES:
+            raise DataError(f"{subject} has frames of more than {MOST_BYTES >> 30} GiB: split it.")
         for stored in cameras.values():
             _check_stored(stored, len(rewards), file.filename, subject)
         images = {key.replace(".", "_"): stored[:][rows].transpose(0, 3, 1, 2) for key, stored in cameras.items()}
