@@ -187,7 +187,8 @@ def test_the_second_forward_draws_the_dropout_of_the_first():
 
 def many_answers(count: int) -> Comparison:
     prompt = [Message.of("user", Image(Pillow.new("RGB", (56, 56), "red")), "What colour is it?")]
-    return rated("list", prompt, [[Message.of("assistant", f"answer {i}")] for i in range(count)], range(count))
+    answers = [[Message.of("assistant", f"answer {(i + 4) % count}")] for i in range(count)]  # not in their order
+    return rated("list", prompt, answers, range(count))
 
 
 @pytest.mark.parametrize("kind", ["shared", "reference"])

@@ -280,6 +280,14 @@ def test_images_are_the_same_where_all_that_they_see_is(images_see_all, other, s
 tokens = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=8)
 
 
+def test_a_prefix_that_saves_little_is_repeated():
+    computed = {}
+    for common in (3, 5):
+        answers = [np.repeat([0, answer], [common, 40]) for answer in (1, 2)]
+        computed[common] = len(grow(answers))
+    assert computed == {3: 2 * 43, 5: 5 + 2 * 40}
+
+
 @given(tokens)
 def test_a_tree_holds_every_sequence_along_its_paths(lists):
     sequences = [np.array(values) for values in lists]

@@ -47,12 +47,15 @@ def test_score_does_not_depend_on_company_or_padding(model, processor):
         torch.testing.assert_close(scores(model, processor, SAMPLES[::-1], side).flip(0), alone, atol=1e-5, rtol=0)
 
 
-def test_score_is_the_head_on_the_last_hidden_state(model, processor):
+def test_score_is_the_head_on_the_last_hidden_state(checkpoint, processor):
+    model = load_for_training(checkpoint, head="mlp").eval()
+    weights = dict(model.named_parameters())
     for sample in SAMPLES[:4]:
         batch = batch_of(processor, [sample])
         with torch.no_grad():
-            hidden = model.model(**batch, use_cache=False).last_hidden_state
-            expected = hidden[0, -1] @ model.score.weight[0]
+            hidden = model.model(**batch, use_cache=False).last_hidden_state[0, -1]
+            inner = weights["score_hidden.0.weight"] @ hidden + weights["score_hidden.0.bias"]
+            expected = model.score.weight[0] @ torch.nn.functional.silu(inner)
             torch.testing.assert_close(model(**batch).logits, expected.reshape(1, 1), atol=1e-5, rtol=0)
 
 
