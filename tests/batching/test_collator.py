@@ -37,9 +37,8 @@ def processor(tiny_checkpoint):
 
 
 def collator(processor, **options) -> ComparisonCollator:
-    return ComparisonCollator(
-        Renderer(processor), PaddedBatcher.for_processor(processor), **{"max_seq_length": 256, **options}
-    )
+    batcher = PaddedBatcher.for_processor(processor)
+    return ComparisonCollator(Renderer(processor), batcher, **{"max_seq_length": 256, **options})
 
 
 def only_part(batch) -> dict:
@@ -60,13 +59,8 @@ def answer_texts(processor, batch) -> list[str]:
 def test_pairs_point_at_the_better_and_the_worse_answer(processor):
     ranked = comparison("k", {"worst": 0, "best": 2, "middle": 1}, "red")
     batch = collator(processor)(rows(comparison("p", {"yes": 1, "no": 0}), ranked))
-    texts = answer_texts(processor, batch)
-    named = [
-        (texts[c], texts[r])
-        for c, r in zip(
-            only_part(batch)["pairs"]["chosen"].tolist(), only_part(batch)["pairs"]["rejected"].tolist(), strict=True
-        )
-    ]
+    texts, pairs = answer_texts(processor, batch), only_part(batch)["pairs"]
+    named = [(texts[c], texts[r]) for c, r in zip(pairs["chosen"].tolist(), pairs["rejected"].tolist(), strict=True)]
     assert named == [("yes", "no"), ("best", "worst"), ("middle", "worst"), ("best", "middle")]
     assert only_part(batch)["rows"]["branches"].tolist() == [2, 3]
     assert batch["counts"]["pairs"] == 4
@@ -144,12 +138,9 @@ def test_a_batch_of_only_bad_rows_still_makes_a_step(processor):
 
 
 def test_irrelevant_answers_stand_under_another_prompt(processor):
-    red, blue = (
-        comparison("red", {"r": 1, "s": 0}, "red", "Red?"),
-        comparison("blue", {"b": 1, "c": 0}, "blue", "Blue?"),
-    )
-    queries = IrrelevantQueries(1, seed=0)
-    batch = collator(processor, irrelevant=queries)(rows(red, blue))
+    red = comparison("red", {"r": 1, "s": 0}, "red", "Red?")
+    blue = comparison("blue", {"b": 1, "c": 0}, "blue", "Blue?")
+    batch = collator(processor, irrelevant=IrrelevantQueries(1, seed=0))(rows(red, blue))
     texts = processor.tokenizer.batch_decode(only_inputs(batch)["input_ids"], skip_special_tokens=True)
     added = [i for i, is_irrelevant in enumerate(only_part(batch)["pairs"]["irrelevant"].tolist()) if is_irrelevant]
     assert len(added) == 2
@@ -173,10 +164,7 @@ def test_without_another_prompt_in_the_batch_the_data_set_gives_one(processor):
     for _ in range(3):
         batch = collator(processor, irrelevant=queries)(rows(red))
         assert only_part(batch)["pairs"]["irrelevant"].tolist() == [False, True]
-    first, second = (
-        only_inputs(batch)["pixel_values"].chunk(4)[0],
-        only_inputs(batch)["pixel_values"].chunk(4)[2],
-    )
+    first, _, second, _ = only_inputs(batch)["pixel_values"].chunk(4)
     assert not torch.equal(first, second)
 
 

@@ -16,8 +16,8 @@ AREA16 = {"shortest_edge": 32 * 32, "longest_edge": 96 * 64}
 # How the media of many families are written, and the ids of their configurations.
 QWEN: dict[str, Any] = {
     "tokens": {
-        "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start": "<|vision_start|>",
-        "vision_end": "<|vision_end|>",
+        "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
+        "vision_end_token": "<|vision_end|>",
     },
     "image": "<|vision_start|><|image_pad|><|vision_end|>",
     "video": "<|vision_start|><|video_pad|><|vision_end|>",
@@ -36,7 +36,7 @@ GLM: dict[str, Any] = {
         "image_start_token_id": "<|begin_of_image|>", "image_end_token_id": "<|end_of_image|>",
     },
 }  # fmt: skip
-TEXT = {"rope_parameters": {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
+TEXT = {"rope_parameters": {"mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}}
 
 GRIDS = [
     Tiny(
@@ -112,14 +112,7 @@ GRIDS = [
                 **{f"swa_{name}": 16 for name in ("q_lora_rank", "kv_lora_rank", "head_dim", "v_head_dim")},
                 "swa_qk_nope_head_dim": 8,
             },
-            "vision_config": {"mlp_layer_types": ["dense", "sparse"]},
-            "audio_config": {
-                "feature_size": 8,
-                "adapter_input_size": 32,
-                "downsample_hidden_size": 8,
-                "conv_output_size": 8,
-                "head_dim": 16,
-            },
+            "audio_config": {"feature_size": 8, "adapter_input_size": 32, "downsample_hidden_size": 8},
         },
         padded=BY_INDEX,
     ),
@@ -231,13 +224,7 @@ GRIDS = [
         config={
             "vision_config": {"patch_size": 16, "max_image_size": 128},
             "text_config": {
-                "rope_parameters": {
-                    "rope_type": "xdrope",
-                    "rope_theta": 1e4,
-                    "factor": 1.0,
-                    "alpha": 1000.0,
-                    "mrope_section": [2, 2, 2, 2],
-                }
+                "rope_parameters": {"rope_type": "xdrope", "factor": 1.0, "alpha": 1e3, "mrope_section": [2, 2, 2, 2]}
             },
         },
         ids={"im_start_id": "<img_start>", "im_end_id": "<img_end>"},

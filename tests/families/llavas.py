@@ -4,23 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import (
-    CLIPImageProcessor,
-    LightOnOcrProcessor,
-    LlavaNextImageProcessor,
-    LlavaNextProcessor,
-    LlavaNextVideoProcessor,
-    LlavaNextVideoVideoProcessor,
-    LlavaOnevisionImageProcessor,
-    LlavaOnevisionProcessor,
-    LlavaOnevisionVideoProcessor,
-    LlavaProcessor,
-    PixtralImageProcessor,
-    PixtralProcessor,
-    VideoLlavaImageProcessor,
-    VideoLlavaProcessor,
-    VideoLlavaVideoProcessor,
-)
+import transformers as t
 
 from vlmrm.modeling.families import BY_INDEX
 
@@ -32,22 +16,21 @@ from .tiny import MULTIPLIERS, YARN, Tiny
 LLAVA = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 
 
-def llava(tokenizer: Any, template: str) -> LlavaProcessor:
-    return LlavaProcessor(CLIPImageProcessor(size=SHORT, crop_size=SQUARE), tokenizer, chat_template=template, **LLAVA)
+def llava(tokenizer: Any, template: str) -> t.LlavaProcessor:
+    return t.LlavaProcessor(
+        t.CLIPImageProcessor(size=SHORT, crop_size=SQUARE), tokenizer, chat_template=template, **LLAVA
+    )
 
 
 LLAVAS = [
     Tiny(  # with the language model of BakLLaVA
-        "llava",
-        llava,
-        image="<image>\n",
-        config={"text_config": {"model_type": "mistral", "sliding_window": 24}},
+        "llava", llava, image="<image>\n", config={"text_config": {"model_type": "mistral", "sliding_window": 24}}
     ),
     Tiny("vipllava", llava, image="<image>\n", config={"vision_feature_layer": [-1, -2]}),
     Tiny(
         "llava_next",
-        lambda tokenizer, template: LlavaNextProcessor(
-            LlavaNextImageProcessor(size=SHORT, crop_size=SQUARE, image_grid_pinpoints=GRIDS),
+        lambda tokenizer, template: t.LlavaNextProcessor(
+            t.LlavaNextImageProcessor(size=SHORT, crop_size=SQUARE, image_grid_pinpoints=GRIDS),
             tokenizer,
             chat_template=template,
             **LLAVA,
@@ -61,9 +44,9 @@ LLAVAS = [
     ),
     Tiny(
         "llava_next_video",
-        lambda tokenizer, template: LlavaNextVideoProcessor(
-            LlavaNextVideoVideoProcessor(size=SHORT, crop_size=SQUARE),
-            LlavaNextImageProcessor(size=SHORT, crop_size=SQUARE, image_grid_pinpoints=GRIDS),
+        lambda tokenizer, template: t.LlavaNextVideoProcessor(
+            t.LlavaNextVideoVideoProcessor(size=SHORT, crop_size=SQUARE),
+            t.LlavaNextImageProcessor(size=SHORT, crop_size=SQUARE, image_grid_pinpoints=GRIDS),
             tokenizer,
             chat_template=template,
             **LLAVA,
@@ -75,10 +58,10 @@ LLAVAS = [
     ),
     Tiny(
         "llava_onevision",
-        lambda tokenizer, template: LlavaOnevisionProcessor(
-            LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=GRIDS),
+        lambda tokenizer, template: t.LlavaOnevisionProcessor(
+            t.LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=GRIDS),
             tokenizer,
-            LlavaOnevisionVideoProcessor(size=SQUARE),
+            t.LlavaOnevisionVideoProcessor(size=SQUARE),
             num_image_tokens=4,
             vision_feature_select_strategy="full",
             chat_template=template,
@@ -91,9 +74,9 @@ LLAVAS = [
     ),
     Tiny(
         "video_llava",
-        lambda tokenizer, template: VideoLlavaProcessor(
-            VideoLlavaImageProcessor(size=SHORT, crop_size=SQUARE),
-            VideoLlavaVideoProcessor(size=SHORT, crop_size=SQUARE),
+        lambda tokenizer, template: t.VideoLlavaProcessor(
+            t.VideoLlavaImageProcessor(size=SHORT, crop_size=SQUARE),
+            t.VideoLlavaVideoProcessor(size=SHORT, crop_size=SQUARE),
             tokenizer,
             patch_size=14,
             chat_template=template,
@@ -112,12 +95,12 @@ LATENT = {
 }  # fmt: skip
 # A temperature that grows with the position, here from the fourth token on.
 SCALED = {"rope_parameters": {**YARN, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.1}}
-PIXTRAL = {"head_dim": 16, "image_size": 112, "patch_size": 7}
+PIXTRAL = {"image_size": 112, "patch_size": 7}
 
 
-def pixtral(tokenizer: Any, template: str) -> PixtralProcessor:
-    return PixtralProcessor(
-        PixtralImageProcessor(size={"longest_edge": 42}),
+def pixtral(tokenizer: Any, template: str) -> t.PixtralProcessor:
+    return t.PixtralProcessor(
+        t.PixtralImageProcessor(size={"longest_edge": 42}),
         tokenizer,
         patch_size=7,
         spatial_merge_size=2,
@@ -179,8 +162,8 @@ PIXTRALS = [
     ),
     Tiny(
         "lighton_ocr",
-        lambda tokenizer, template: LightOnOcrProcessor(
-            PixtralImageProcessor(size={"longest_edge": 42}, patch_size=7),
+        lambda tokenizer, template: t.LightOnOcrProcessor(
+            t.PixtralImageProcessor(size={"longest_edge": 42}, patch_size=7),
             tokenizer,
             patch_size=7,
             chat_template=template,

@@ -5,76 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import (
-    MiniCPMOcrImageProcessor,
-    MiniCPMOcrProcessor,
-    MiniCPMOcrVideoProcessor,
-    MiniCPMV4_6ImageProcessor,
-    MiniCPMV4_6Processor,
-    MiniCPMV4_6VideoProcessor,
-    MiniCPMV4_7Processor,
-    MuseGlimmerImageProcessor,
-    MuseGlimmerProcessor,
-    MuseGlimmerVideoProcessor,
-    MuseSparkFeatureExtractor,
-    MuseSparkProcessor,
-    Qwen2_5_VLProcessor,
-    Qwen2_5OmniProcessor,
-    Qwen2VLImageProcessor,
-    Qwen2VLProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3OmniMoeProcessor,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-    WhisperFeatureExtractor,
-)
+import transformers as t
 
 from vlmrm.modeling.families import BY_INDEX
 
+from .grids import QWEN
 from .sizes import area
 from .tiny import Tiny
 
 # Qwen's processors --------------------------------------------------------------------------------------------------
-QWEN = {
-    "vision_start_token": "<|vision_start|>",
-    "vision_end_token": "<|vision_end|>",
-    "image_token": "<|image_pad|>",
-    "video_token": "<|video_pad|>",
-}
 THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-FOUR_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 DELTA_NETS = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1e4,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [2, 1, 1],
-        "mrope_interleaved": True,
-    },
+    "rope_parameters": {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
 }
-QWEN2_VISION = {"window_size": 56, "fullatt_block_indexes": [1]}
+QWEN2_VISION = {"window_size": 56}
 QWEN3_VISION = {"num_position_embeddings": 64, "patch_size": 16}
 
 
 def qwen(
     model_type: str, processor: Callable[..., Any], patch: int, text: Any, vision: Any, padded: str | None = None
 ) -> Tiny:
-    video = Qwen3VLVideoProcessor if processor is Qwen3VLProcessor else Qwen2VLVideoProcessor
+    video = t.Qwen3VLVideoProcessor if processor is t.Qwen3VLProcessor else t.Qwen2VLVideoProcessor
     return Tiny(
         model_type,
         lambda tokenizer, template: processor(
-            image_processor=Qwen2VLImageProcessor(patch_size=patch, size=area(patch)),
+            image_processor=t.Qwen2VLImageProcessor(patch_size=patch, size=area(patch)),
             tokenizer=tokenizer,
             video_processor=video(patch_size=patch, size=area(patch)),
             chat_template=template,
         ),
-        tokens=QWEN,
-        image="<|vision_start|><|image_pad|><|vision_end|>",
-        video="<|vision_start|><|video_pad|><|vision_end|>",
+        **QWEN,
         config={"text_config": text, "vision_config": vision},
-        ids={"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
         padded=padded,
     )
 
@@ -88,10 +51,7 @@ OMNI = {
     "audio_bos_token": "<|audio_bos|>",
     "audio_eos_token": "<|audio_eos|>",
 }
-EARS = {
-    "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "num_mel_bins": 16,
-    "output_dim": 64,
-}  # fmt: skip
+EARS = {"num_mel_bins": 16, "output_dim": 64}
 
 
 def omni(
@@ -100,9 +60,9 @@ def omni(
     return Tiny(
         model_type,
         lambda tokenizer, template: processor(
-            Qwen2VLImageProcessor(patch_size=patch, size=area(patch)),
-            Qwen2VLVideoProcessor(patch_size=patch, size=area(patch)),
-            WhisperFeatureExtractor(feature_size=16),
+            t.Qwen2VLImageProcessor(patch_size=patch, size=area(patch)),
+            t.Qwen2VLVideoProcessor(patch_size=patch, size=area(patch)),
+            t.WhisperFeatureExtractor(feature_size=16),
             tokenizer,
             chat_template=template,
         ),
@@ -120,19 +80,18 @@ def omni(
 
 
 QWENS = [
-    qwen("qwen2_vl", Qwen2VLProcessor, 14, {"rope_parameters": THREE_AXES}, {"hidden_size": 64, "mlp_ratio": 2}),
-    qwen("qwen2_5_vl", Qwen2_5_VLProcessor, 14, {"rope_parameters": THREE_AXES}, QWEN2_VISION),
-    qwen("qwen3_vl", Qwen3VLProcessor, 16, {"rope_parameters": THREE_AXES}, QWEN3_VISION),
-    qwen("qwen3_vl_moe", Qwen3VLProcessor, 16, {"rope_parameters": THREE_AXES, **FOUR_EXPERTS}, QWEN3_VISION),
-    qwen("qwen3_5", Qwen3VLProcessor, 16, DELTA_NETS, QWEN3_VISION),
-    qwen("qwen3_5_moe", Qwen3VLProcessor, 16, {**DELTA_NETS, **FOUR_EXPERTS}, QWEN3_VISION),
+    qwen("qwen2_vl", t.Qwen2VLProcessor, 14, {"rope_parameters": THREE_AXES}, {"hidden_size": 64, "mlp_ratio": 2}),
+    qwen("qwen2_5_vl", t.Qwen2_5_VLProcessor, 14, {"rope_parameters": THREE_AXES}, QWEN2_VISION),
+    qwen("qwen3_vl", t.Qwen3VLProcessor, 16, {"rope_parameters": THREE_AXES}, QWEN3_VISION),
+    qwen("qwen3_vl_moe", t.Qwen3VLProcessor, 16, {"rope_parameters": THREE_AXES}, QWEN3_VISION),
+    qwen("qwen3_5", t.Qwen3VLProcessor, 16, DELTA_NETS, QWEN3_VISION),
+    qwen("qwen3_5_moe", t.Qwen3VLProcessor, 16, DELTA_NETS, QWEN3_VISION),
     qwen(
         "qwen4_exp",
-        Qwen3VLProcessor,
+        t.Qwen3VLProcessor,
         16,
         {
             **DELTA_NETS,
-            **FOUR_EXPERTS,
             "layer_types": ["linear_attention", "indexed_attention"] * 2,
             "hc_count": 2,
             "hc_lowrank": 8,
@@ -152,7 +111,7 @@ QWENS = [
     ),
     omni(
         "qwen2_5_omni_thinker",
-        Qwen2_5OmniProcessor,
+        t.Qwen2_5OmniProcessor,
         14,
         {"rope_parameters": THREE_AXES},
         QWEN2_VISION,
@@ -161,9 +120,9 @@ QWENS = [
     ),
     omni(
         "qwen3_omni_moe_thinker",
-        Qwen3OmniMoeProcessor,
+        t.Qwen3OmniMoeProcessor,
         16,
-        {"rope_parameters": {**THREE_AXES, "mrope_interleaved": True}, **FOUR_EXPERTS},
+        {"rope_parameters": {**THREE_AXES, "mrope_interleaved": True}},
         QWEN3_VISION,
         {"downsample_hidden_size": 16},
         "audio_token_id",
@@ -197,25 +156,21 @@ def minicpm(model_type: str, processor: Any, image: Any, video: Any, ids: dict[s
         video="<|video_pad|>\n",
         config={
             "insert_layer_id": 1,
-            "patch_size": 7,
-            "text_config": {
-                **DELTA_NETS,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-            },
-            "vision_config": {"num_hidden_layers": 3, "insert_layer_id": 1, "patch_size": 7, "image_size": 56},
+            "text_config": {**DELTA_NETS, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            "vision_config": {"num_hidden_layers": 3, "patch_size": 7, "image_size": 56},
         },
         ids=ids or {},
     )
 
 
 MINICPMS = [
-    minicpm("minicpm_ocr", MiniCPMOcrProcessor, MiniCPMOcrImageProcessor, MiniCPMOcrVideoProcessor),
-    minicpm("minicpmv4_6", MiniCPMV4_6Processor, MiniCPMV4_6ImageProcessor, MiniCPMV4_6VideoProcessor),
+    minicpm("minicpm_ocr", t.MiniCPMOcrProcessor, t.MiniCPMOcrImageProcessor, t.MiniCPMOcrVideoProcessor),
+    minicpm("minicpmv4_6", t.MiniCPMV4_6Processor, t.MiniCPMV4_6ImageProcessor, t.MiniCPMV4_6VideoProcessor),
     minicpm(
         "minicpmv4_7",
-        MiniCPMV4_7Processor,
-        MiniCPMV4_6ImageProcessor,
-        MiniCPMV4_6VideoProcessor,
+        t.MiniCPMV4_7Processor,
+        t.MiniCPMV4_6ImageProcessor,
+        t.MiniCPMV4_6VideoProcessor,
         {
             "image_start_id": "<image>",
             "image_end_id": "</image>",
@@ -236,28 +191,23 @@ MUSE_TEXT = {"layer_rope_theta": [10000.0, 0]}
 MUSE_VISION = {"pos_emb_height": 4, "pos_emb_width": 4}
 
 
-def muse_media() -> tuple[MuseGlimmerImageProcessor, MuseGlimmerVideoProcessor]:
-    return MuseGlimmerImageProcessor(max_image_tokens=6), MuseGlimmerVideoProcessor(max_video_frame_tokens=4)
+def muse_media() -> tuple[t.MuseGlimmerImageProcessor, t.MuseGlimmerVideoProcessor]:
+    return t.MuseGlimmerImageProcessor(max_image_tokens=6), t.MuseGlimmerVideoProcessor(max_video_frame_tokens=4)
 
 
 MUSES = [
     Tiny(
         "muse_glimmer",
-        lambda tokenizer, template: MuseGlimmerProcessor(*muse_media(), tokenizer, template),
+        lambda tokenizer, template: t.MuseGlimmerProcessor(*muse_media(), tokenizer, template),
         tokens=MUSE,
         image="<|patch|>",
         video="<|video|>",
-        config={
-            "text_config": MUSE_TEXT,
-            "vision_config": MUSE_VISION,
-            "out_hidden_size": 128,
-            "projector_hidden_size": 32,
-        },
+        config={"vision_config": MUSE_VISION, "out_hidden_size": 128, "projector_hidden_size": 32},
     ),
     Tiny(
         "muse_spark",
-        lambda tokenizer, template: MuseSparkProcessor(
-            *muse_media(), tokenizer, MuseSparkFeatureExtractor(), template
+        lambda tokenizer, template: t.MuseSparkProcessor(
+            *muse_media(), tokenizer, t.MuseSparkFeatureExtractor(), template
         ),
         tokens={
             **MUSE,
@@ -270,12 +220,7 @@ MUSES = [
         config={
             "text_config": {**MUSE_TEXT, "moe_hidden_size": 32, "mlp_layer_types": ["dense", "sparse"]},
             "vision_config": MUSE_VISION,
-            "audio_config": {
-                "hidden_sizes": [8] * 4,
-                "depths": [1] * 4,
-                "num_hidden_layers": 4,
-                "out_hidden_size": 64,
-            },
+            "audio_config": {"hidden_sizes": [8] * 4, "depths": [1] * 4, "num_hidden_layers": 4},
             "out_hidden_size": 128,
             "projector_hidden_size": 32,
         },

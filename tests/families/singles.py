@@ -4,65 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import (
-    GotOcr2ImageProcessor,
-    JanusImageProcessor,
-    JanusProcessor,
-    Kimi_K25ImageProcessor,
-    Kimi_K25Processor,
-    Kimi_K25VideoProcessor,
-    Lfm2VlImageProcessor,
-    Lfm2VlProcessor,
-    Lfm3VlProcessor,
-    Llama4ImageProcessor,
-    Llama4Processor,
-    MiniMaxM3VLImageProcessor,
-    MiniMaxM3VLProcessor,
-    MiniMaxM3VLVideoProcessor,
-    Molmo2ImageProcessor,
-    Molmo2Processor,
-    Molmo2VideoProcessor,
-    NemotronH_Omni_Reasoning_V3ImageProcessor,
-    NemotronH_Omni_Reasoning_V3Processor,
-    NemotronH_Omni_Reasoning_V3VideoProcessor,
-    Ovis2ImageProcessor,
-    Ovis2Processor,
-    PaddleOCRVLImageProcessor,
-    PaddleOCRVLProcessor,
-    ParakeetFeatureExtractor,
-    PerceptionLMImageProcessor,
-    PerceptionLMProcessor,
-    PerceptionLMVideoProcessor,
-    QianfanOCRProcessor,
-    Qwen2VLImageProcessor,
-    Qwen3VLVideoProcessor,
-    SmolVLMImageProcessor,
-    SmolVLMVideoProcessor,
-    Step3p7ImageProcessor,
-    Step3p7Processor,
-    UnlimitedOcrImageProcessor,
-    UnlimitedOcrProcessor,
-    VideoLlama3ImageProcessor,
-    VideoLlama3Processor,
-    VideoLlama3VideoProcessor,
-)
+import transformers as t
 from transformers.models.smolvlm import processing_smolvlm
 
 from vlmrm.modeling.families import BY_INDEX
 
+from .grids import QWEN
 from .llavas import LATENT
-from .qwens import QWEN, THREE_AXES
+from .qwens import THREE_AXES
 from .sizes import MEDIA, SQUARE, area
-from .tiny import LLAMA3, ROPE, YARN, Tiny
+from .tiny import LLAMA3, YARN, Tiny
 
 
 def smolvlm(tokenizer: Any, template: str) -> Any:
     # It writes the number of frames in words, with a package that nothing else here needs.
     processing_smolvlm.num2words = processing_smolvlm.num2words or str
     return processing_smolvlm.SmolVLMProcessor(
-        SmolVLMImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
+        t.SmolVLMImageProcessor(size={"longest_edge": 56}, max_image_size={"longest_edge": 28}),
         tokenizer,
-        SmolVLMVideoProcessor(
+        t.SmolVLMVideoProcessor(
             size={"longest_edge": 28}, max_image_size={"longest_edge": 28}, num_frames=4, fps=1, patch_size=14
         ),
         image_seq_len=1,
@@ -73,14 +33,10 @@ def smolvlm(tokenizer: Any, template: str) -> Any:
 FAMILIES = [
     Tiny(
         "janus",
-        lambda tokenizer, template: JanusProcessor(
-            JanusImageProcessor(size=SQUARE), tokenizer, chat_template=template, num_image_tokens=4
+        lambda tokenizer, template: t.JanusProcessor(
+            t.JanusImageProcessor(size=SQUARE), tokenizer, chat_template=template, num_image_tokens=4
         ),
-        tokens={
-            "image_token": "<image_placeholder>",
-            "boi_token": "<begin_of_image>",
-            "eoi_token": "<end_of_image>",
-        },
+        tokens={"image_token": "<image_placeholder>", "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>"},
         image="<image_placeholder>\n",
         config={
             "vision_config": {"projection_dim": 64, "num_image_tokens": 4, "mlp_ratio": 2.0},
@@ -91,7 +47,6 @@ FAMILIES = [
                 "base_channels": 32,
                 "channel_multiplier": [1, 1],
                 "num_res_blocks": 1,
-                "num_patches": 2,
                 "projection_dim": 64,
                 "image_token_embed_dim": 64,
             },
@@ -100,10 +55,10 @@ FAMILIES = [
     ),
     Tiny(
         "kimi_k25",
-        lambda tokenizer, template: Kimi_K25Processor(
-            Kimi_K25ImageProcessor(size={"max_height": 84, "max_width": 84}),
+        lambda tokenizer, template: t.Kimi_K25Processor(
+            t.Kimi_K25ImageProcessor(size={"max_height": 84, "max_width": 84}),
             tokenizer,
-            Kimi_K25VideoProcessor(size={"max_height": 56, "max_width": 56}),
+            t.Kimi_K25VideoProcessor(size={"max_height": 56, "max_width": 56}),
             chat_template=template,
         ),
         tokens={
@@ -117,7 +72,7 @@ FAMILIES = [
         video="<|kimi_k25_video_placeholder|>",
         turn="<|im_{role}|>{role}<|im_middle|>{content}<|im_end|>",
         config={
-            "text_config": {**LATENT, "q_lora_rank": 16, "n_group": 2, "rope_parameters": YARN},
+            "text_config": {**LATENT, "n_group": 2, "rope_parameters": YARN},
             "vision_config": {"pos_emb_height": 8, "pos_emb_width": 8},
             "projection_hidden_size": 32,
         },
@@ -128,8 +83,8 @@ FAMILIES = [
     ),
     Tiny(
         "lfm2_vl",
-        lambda tokenizer, template: Lfm2VlProcessor(
-            Lfm2VlImageProcessor(
+        lambda tokenizer, template: t.Lfm2VlProcessor(
+            t.Lfm2VlImageProcessor(
                 tile_size=32,
                 size={"height": 32, "width": 32},
                 min_image_tokens=1,
@@ -152,32 +107,28 @@ FAMILIES = [
                 "layer_types": ["conv", "full_attention"] * 2,
                 "block_multiple_of": 8,
             },
-            "vision_config": {"patch_size": 16, "num_patches": 16, "vision_use_head": False},
+            "vision_config": {"patch_size": 16, "num_patches": 16},
             "projector_hidden_size": 32,
         },
     ),
     Tiny(
         "lfm3_vl",
-        lambda tokenizer, template: Lfm3VlProcessor(
-            image_processor=Qwen2VLImageProcessor(patch_size=16, size=area(16)),
+        lambda tokenizer, template: t.Lfm3VlProcessor(
+            image_processor=t.Qwen2VLImageProcessor(patch_size=16, size=area(16)),
             tokenizer=tokenizer,
-            video_processor=Qwen3VLVideoProcessor(patch_size=16, size=area(16)),
+            video_processor=t.Qwen3VLVideoProcessor(patch_size=16, size=area(16)),
             chat_template=template,
         ),
         tokens={**MEDIA, "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"},
         image="<|vision_start|><image><|vision_end|>",
         video="<video>",
-        config={
-            "text_config": {"layer_types": ["conv", "full_attention", "sliding_attention"]},
-            "vision_config": {"patch_size": 16, "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]},
-            "projector_hidden_size": 32,
-        },
+        config={"vision_config": {"patch_size": 16, "num_key_value_heads": 1}, "projector_hidden_size": 32},
         ids={"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
     ),
     Tiny(
         "llama4",
-        lambda tokenizer, template: Llama4Processor(
-            Llama4ImageProcessor(size=SQUARE, max_patches=2), tokenizer, patch_size=7, chat_template=template
+        lambda tokenizer, template: t.Llama4Processor(
+            t.Llama4ImageProcessor(size=SQUARE, max_patches=2), tokenizer, patch_size=7, chat_template=template
         ),
         tokens={
             name: f"<|{name}|>"
@@ -205,19 +156,14 @@ FAMILIES = [
                 "projector_output_dim": 32,
             },
         },
-        ids={
-            "boi_token_index": "<|image_start|>",
-            "eoi_token_index": "<|image_end|>",
-            "image_token_id": "<|patch|>",
-            "image_token_index": "<|patch|>",
-        },
+        ids={"boi_token_index": "<|image_start|>", "eoi_token_index": "<|image_end|>", "image_token_id": "<|patch|>"},
     ),
     Tiny(
         "minimax_m3_vl",
-        lambda tokenizer, template: MiniMaxM3VLProcessor(
-            MiniMaxM3VLImageProcessor(size=area(14)),
+        lambda tokenizer, template: t.MiniMaxM3VLProcessor(
+            t.MiniMaxM3VLImageProcessor(size=area(14)),
             tokenizer,
-            MiniMaxM3VLVideoProcessor(size={"height": 56, "width": 56}),
+            t.MiniMaxM3VLVideoProcessor(size={"height": 56, "width": 56}),
             chat_template=template,
         ),
         tokens={
@@ -249,9 +195,9 @@ FAMILIES = [
     ),
     Tiny(
         "molmo2",
-        lambda tokenizer, template: Molmo2Processor(
-            Molmo2ImageProcessor(size={"height": 56, "width": 56}, max_crops=2, overlap_margins=[1, 1]),
-            Molmo2VideoProcessor(size={"height": 56, "width": 56}),
+        lambda tokenizer, template: t.Molmo2Processor(
+            t.Molmo2ImageProcessor(size={"height": 56, "width": 56}, max_crops=2, overlap_margins=[1, 1]),
+            t.Molmo2VideoProcessor(size={"height": 56, "width": 56}),
             tokenizer,
             chat_template=template,
         ),
@@ -276,18 +222,13 @@ FAMILIES = [
         video="<|video|>",
         config={
             "text_config": {"rope_parameters": YARN, "rope_scaling_layers": [1], "additional_vocab_size": 16},
-            "vision_config": {"head_dim": 16, "image_size": [56, 56], "num_position_embeddings": 16},
-            "adapter_config": {
-                "vision_feature_layer": [1, 0],
-                "head_dim": 16,
-                "text_hidden_size": 64,
-            },
+            "vision_config": {"head_dim": 16, "image_size": [56, 56]},
+            "adapter_config": {"vision_feature_layer": [1, 0], "head_dim": 16},
         },
         ids={
             "image_start_token_id": "<im_start>",
             "low_res_image_start_token_id": "<low_res_im_start>",
             "image_end_token_id": "<im_end>",
-            "image_token_id": "<im_patch>",
             "video_token_id": "<im_patch>",
             "frame_start_token_id": "<frame_start>",
             "frame_end_token_id": "<frame_end>",
@@ -295,13 +236,13 @@ FAMILIES = [
     ),
     Tiny(
         "nemotron_h_omni",
-        lambda tokenizer, template: NemotronH_Omni_Reasoning_V3Processor(
-            NemotronH_Omni_Reasoning_V3ImageProcessor(min_num_patches=4, max_num_patches=16),
-            NemotronH_Omni_Reasoning_V3VideoProcessor(
+        lambda tokenizer, template: t.NemotronH_Omni_Reasoning_V3Processor(
+            t.NemotronH_Omni_Reasoning_V3ImageProcessor(min_num_patches=4, max_num_patches=16),
+            t.NemotronH_Omni_Reasoning_V3VideoProcessor(
                 video_target_num_patches=4, norm_mean=[0.5] * 3, norm_std=[0.5] * 3
             ),
             tokenizer,
-            ParakeetFeatureExtractor(),
+            t.ParakeetFeatureExtractor(),
             chat_template=template,
         ),
         tokens={
@@ -324,7 +265,6 @@ FAMILIES = [
                 "moe_shared_expert_intermediate_size": 32,
             },
             "vision_config": {
-                "model_type": "radio",
                 "patch_size": 16,
                 "image_size": 64,
                 "max_img_size": 128,
@@ -337,13 +277,13 @@ FAMILIES = [
             "projector_hidden_size": 32,
             "vision_hidden_size": 32,
         },
-        ids={"image_token_id": "<image>", "video_token_id": "<video>", "audio_token_id": "<so_embedding>"},
+        ids={"audio_token_id": "<so_embedding>"},
         lacks={"video": "its processor writes the text of a video in its own call alone"},
     ),
     Tiny(
         "ovis2",
-        lambda tokenizer, template: Ovis2Processor(
-            Ovis2ImageProcessor(size=SQUARE, crop_to_patches=True, max_patches=2),
+        lambda tokenizer, template: t.Ovis2Processor(
+            t.Ovis2ImageProcessor(size=SQUARE, crop_to_patches=True, max_patches=2),
             tokenizer,
             image_seq_length=4,
             chat_template=template,
@@ -357,7 +297,7 @@ FAMILIES = [
             "end": "<IMG_END>",
         },
         image="<image>\n",
-        config={"vision_config": {"vocab_size": 32, "hidden_stride": 1}, "hidden_size": 64},
+        config={"vision_config": {"vocab_size": 32}, "hidden_size": 64},
         ids={
             "image_token_id": "<IMG_ATOM>",
             "visual_indicator_token_ids": ["<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"],
@@ -365,8 +305,8 @@ FAMILIES = [
     ),
     Tiny(
         "paddleocr_vl",
-        lambda tokenizer, template: PaddleOCRVLProcessor(
-            PaddleOCRVLImageProcessor(size=area(14)), tokenizer, chat_template=template
+        lambda tokenizer, template: t.PaddleOCRVLProcessor(
+            t.PaddleOCRVLImageProcessor(size=area(14)), tokenizer, chat_template=template
         ),
         tokens={
             "image_token": "<|IMAGE_PLACEHOLDER|>",
@@ -384,9 +324,9 @@ FAMILIES = [
     ),
     Tiny(
         "perception_lm",
-        lambda tokenizer, template: PerceptionLMProcessor(
-            PerceptionLMVideoProcessor(size=SQUARE),
-            PerceptionLMImageProcessor(tile_size=28, max_num_tiles=2),
+        lambda tokenizer, template: t.PerceptionLMProcessor(
+            t.PerceptionLMVideoProcessor(size=SQUARE),
+            t.PerceptionLMImageProcessor(tile_size=28, max_num_tiles=2),
             tokenizer,
             patch_size=14,
             pooling_ratio=1,
@@ -408,26 +348,19 @@ FAMILIES = [
                     "init_values": 0.1,
                     "ref_feat_shape": [2, 2],
                 },
-            },
+            }
         },
         needs="timm",
         lacks={"turns": "its processor does not take images of different numbers of tiles"},
     ),
     Tiny(
         "qianfan_ocr",
-        lambda tokenizer, template: QianfanOCRProcessor(
-            GotOcr2ImageProcessor(size=SQUARE, max_patches=2), tokenizer, image_seq_length=4, chat_template=template
+        lambda tokenizer, template: t.QianfanOCRProcessor(
+            t.GotOcr2ImageProcessor(size=SQUARE, max_patches=2), tokenizer, image_seq_length=4, chat_template=template
         ),
-        tokens={
-            "start_image_token": "<img>",
-            "end_image_token": "</img>",
-            "context_image_token": "<IMG_CONTEXT>",
-        },
+        tokens={"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
         image="<image>\n",
-        config={
-            "vision_config": {"image_size": [28, 28], "patch_size": [7, 7], "drop_path_rate": 0.0},
-            "image_seq_length": 4,
-        },
+        config={"vision_config": {"patch_size": [7, 7], "drop_path_rate": 0.0}, "image_seq_length": 4},
     ),
     Tiny(
         "smolvlm",
@@ -441,12 +374,13 @@ FAMILIES = [
         },
         video="<video>",
         turn="<|im_start|>{role}:{content}<end_of_utterance>\n",
-        config={"scale_factor": 2},
     ),
     Tiny(
         "step3p7",
-        lambda tokenizer, template: Step3p7Processor(
-            Step3p7ImageProcessor(size={"height": 112, "width": 112}, patch_size=56), tokenizer, chat_template=template
+        lambda tokenizer, template: t.Step3p7Processor(
+            t.Step3p7ImageProcessor(size={"height": 112, "width": 112}, patch_size=56),
+            tokenizer,
+            chat_template=template,
         ),
         tokens={
             name: f"<{name}>"
@@ -463,10 +397,9 @@ FAMILIES = [
                 "layer_types": ["full_attention", "sliding_attention"] * 2,
                 "sliding_window": 6,
                 "mlp_layer_types": ["dense", "sparse"] * 2,
-                "query_pre_attn_scalar": 16,
                 "rope_parameters": {
                     "full_attention": {**LLAMA3, "partial_rotary_factor": 0.5},
-                    "sliding_attention": ROPE,
+                    "sliding_attention": {},
                 },
             },
             "vision_config": {"image_size": 112, "mlp_ratio": 1.5, "max_position_embeddings": 64},
@@ -474,8 +407,8 @@ FAMILIES = [
     ),
     Tiny(
         "unlimited_ocr",
-        lambda tokenizer, template: UnlimitedOcrProcessor(
-            UnlimitedOcrImageProcessor(size={"height": 128, "width": 128}, tile_size=32, max_patches=2),
+        lambda tokenizer, template: t.UnlimitedOcrProcessor(
+            t.UnlimitedOcrImageProcessor(size={"height": 128, "width": 128}, tile_size=32, max_patches=2),
             tokenizer,
             chat_template=template,
         ),
@@ -484,36 +417,25 @@ FAMILIES = [
             "vision_config": {
                 "sam_config": {
                     "patch_size": 16,
-                    "hidden_size": 32,
                     "output_channels": 16,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 2,
                     "image_size": 128,
                     "window_size": 4,
                     "global_attn_indexes": [1],
                     "mlp_dim": 48,
                     "downsample_channels": [16, 32],
-                },
-                "encoder_config": {
-                    "hidden_size": 32,
-                    "intermediate_size": 48,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 2,
-                    "image_size": 28,
-                    "patch_size": 14,
-                },
-            },
+                }
+            }
         },
     ),
     Tiny(
         "video_llama_3",
-        lambda tokenizer, template: VideoLlama3Processor(
-            VideoLlama3ImageProcessor(size=area(14)),
+        lambda tokenizer, template: t.VideoLlama3Processor(
+            t.VideoLlama3ImageProcessor(size=area(14)),
             tokenizer,
-            VideoLlama3VideoProcessor(size=area(14)),
+            t.VideoLlama3VideoProcessor(size=area(14)),
             chat_template=template,
         ),
-        tokens=QWEN,
+        tokens=QWEN["tokens"],
         image="<|image_pad|>",
         video="<|video_pad|>",
     ),

@@ -8,9 +8,9 @@ import transformers as t
 
 from vlmrm.modeling.families import BY_CONVOLUTIONS, BY_WORDS
 
-from .tiny import MULTIPLIERS, ROPE, YARN, Tiny
+from .sizes import SQUARE
+from .tiny import MULTIPLIERS, YARN, Tiny
 
-SQUARE = {"height": 28, "width": 28}
 GEMMA_TURN = "<start_of_turn>{role}\n{content}<end_of_turn>\n"
 
 MEDIA_TOKENS = {
@@ -41,15 +41,8 @@ def gemma4(text: dict[str, Any], vision: dict[str, Any], **config: Any) -> Tiny:
         config={
             "text_config": {**TWICE, **text},
             "vision_config": {
-                "model_type": "gemma4_vision",
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "num_key_value_heads": 2,
-                "head_dim": 16,
-                "patch_size": 4,
-                "pooling_kernel_size": 2,
+                **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+                **{"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2},
                 "position_embedding_size": 64,
                 **vision,
             },
@@ -197,10 +190,7 @@ SQUARES = [
         config={
             "mm_tokens_per_image": 4,
             "text_config": {
-                "rope_parameters": {
-                    "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
-                    "sliding_attention": ROPE,
-                }
+                "rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}}
             },
         },
         ids={"image_token_id": "<image_soft_token>"},
@@ -226,11 +216,7 @@ SQUARES = [
         turn=GEMMA_TURN,
         config={
             "vision_soft_tokens_per_image": 4,
-            "text_config": {
-                **TWICE,
-                "num_kv_shared_layers": 2,
-                "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
-            },
+            "text_config": {**TWICE, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]},
             "vision_config": {"architecture": "mobilenetv3_small_050", "hidden_size": 288},
             "audio_config": {"conf_num_hidden_layers": 1},
         },
@@ -238,8 +224,7 @@ SQUARES = [
         needs="timm",
     ),
     gemma4(  # as E2B
-        {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
-        {"use_clipped_linears": True},
+        {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}, {"use_clipped_linears": True}
     ),
     gemma4(  # as 26B-A4B
         {
@@ -253,7 +238,6 @@ SQUARES = [
             "moe_intermediate_size": 32,
         },
         {"standardize": True},
-        audio_config=None,
     ),
     Tiny(
         "gemma4_unified",
@@ -276,7 +260,6 @@ SQUARES = [
                 "num_global_key_value_heads": 1,
             },
             "vision_config": {
-                "model_type": "gemma4_unified_vision",
                 "patch_size": 4,
                 "pooling_kernel_size": 2,
                 "mm_embed_dim": 64,
@@ -321,7 +304,6 @@ SQUARES = [
         config={
             "vision_config": {"hidden_size": 64},
             "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
-            "qformer_config": {"encoder_hidden_size": 64},
             "deepstack_layer_map": [[-2, 0], [-1, 1]],
             "spatial_target_layers": [1, 2],
             "text_config": {"num_hidden_layers": 3, **MULTIPLIERS},
@@ -337,7 +319,7 @@ SQUARES = [
             chat_template=template,
         ),
         tokens={"fake": "<fake_token_around_image>", "global": "<global-img>"},
-        config={"vision_config": {"image_size": 32, "patch_size": 8, "scale_factor": 4}},
+        config={"vision_config": {"image_size": 32, "patch_size": 8}},
     ),
     Tiny(
         "idefics2",
@@ -351,12 +333,10 @@ SQUARES = [
         config={
             "text_config": {"sliding_window": 24},  # in all layers: a smaller one sees no image from the end
             "perceiver_config": {
-                "hidden_size": 64,
                 "resampler_n_latents": 4,
                 "resampler_depth": 1,
                 "resampler_n_heads": 4,
                 "resampler_head_dim": 16,
-                "num_key_value_heads": 2,
             },
         },
     ),
@@ -370,7 +350,6 @@ SQUARES = [
         ),
         tokens={"fake": "<fake_token_around_image>", "global": "<global-img>"},
         turn="<|im_start|>{role}:{content}<end_of_utterance>\n",
-        config={"scale_factor": 2},
     ),
     Tiny(
         "inkling_mm_model",

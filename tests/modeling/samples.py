@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from peft import get_peft_model
 from PIL import Image
 from transformers import LlavaConfig
+
+from vlmrm.modeling import (
+    ModelArguments,
+    load_for_training,
+    load_processor,
+    lora_config,
+    save_reward_files,
+    write_complete,
+)
+from vlmrm.modeling.manifest import weights_digest
 
 
 def conversation(text: str, answer: str, *colours: str) -> list[dict[str, Any]]:
@@ -39,6 +51,29 @@ def scores(model, processor, conversations=SAMPLES, side: str = "right") -> torc
     """One float32 score for each conversation: [N]."""
     with torch.no_grad():
         return model.eval()(**batch_of(processor, conversations, side)).logits[:, 0]
+
+
+def save_adapter(folder: Path, base: Path, head: str = "linear") -> torch.Tensor:
+    """Save an adapter whose every weight has been moved, as training does, and return its scores."""
+    processor = load_processor(base)
+    model = load_for_training(base, head=head)
+    adapted = get_peft_model(model, lora_config(ModelArguments(use_peft=True, lora_r=4), model))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in adapted.parameters():
+            if weight.requires_grad:
+                weight.add_(0.1 * torch.randn_like(weight))
+    adapted.save_pretrained(folder)
+    save_reward_files(
+        folder,
+        processor=processor,
+        head=head,
+        shown={"max_pixels": 9999},
+        provenance={"base_model": "tiny"},
+        base_digest=weights_digest(base),
+    )
+    write_complete(folder, world_size=1, step=7)
+    return scores(adapted, processor)
 
 
 def tiny_llava() -> LlavaConfig:

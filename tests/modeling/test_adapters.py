@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from huggingface_hub import constants
 from peft import get_peft_model
 from runs import colour_pairs
 from safetensors.torch import load_file, save_file
-from samples import scores
+from samples import save_adapter, scores
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling import (
@@ -24,44 +23,8 @@ from vlmrm.modeling import (
     lora_config,
     make_tiny,
     merge,
-    save_reward_files,
     verify_complete,
-    write_complete,
 )
-from vlmrm.modeling.manifest import weights_digest
-
-
-def save_adapter(folder: Path, base: Path, head: str = "linear") -> torch.Tensor:
-    """Saves an adapter whose every weight has been moved, as training does, and returns its scores."""
-    processor = load_processor(base)
-    model = load_for_training(base, head=head)
-    adapted = get_peft_model(model, lora_config(ModelArguments(use_peft=True, lora_r=4), model))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for weight in adapted.parameters():
-            if weight.requires_grad:
-                weight.add_(0.1 * torch.randn_like(weight))
-    adapted.save_pretrained(folder)
-    save_reward_files(
-        folder,
-        processor=processor,
-        head=head,
-        shown={"max_pixels": 9999},
-        provenance={"base_model": "tiny"},
-        base_digest=weights_digest(base),
-    )
-    write_complete(folder, world_size=1, step=7)
-    return scores(adapted, processor)
-
-
-def without_base_digest(adapter: Path, folder: Path) -> Path:
-    """A copy of an adapter as it was saved before adapters kept the digest of their base."""
-    shutil.copytree(adapter, folder)
-    info = json.loads((folder / "reward_model.json").read_text())
-    del info["base_digest"]
-    (folder / "reward_model.json").write_text(json.dumps(info))
-    (folder / "COMPLETE.json").unlink()
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +97,7 @@ def test_the_base_may_be_named_relatively_and_may_have_moved(tiny_checkpoint, tm
 
 
 def test_an_adapter_without_its_head_is_refused(adapter, tmp_path):
-    folder = Path(shutil.copytree(adapter[0], tmp_path / "headless"))
-    weights = load_file(folder / "adapter_model.safetensors")
-    del weights["base_model.model.score.weight"]
-    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "COMPLETE.json").unlink()
+    folder = without_weight(adapter[0], tmp_path / "headless", "base_model.model.score.weight")
     with pytest.raises(CheckpointError, match="has no reward head"):
         load_checkpoint(folder)
     save_file({"v_head.summary.weight": torch.ones(1, 128)}, folder / "value_head.safetensors")
@@ -146,17 +105,19 @@ def test_an_adapter_without_its_head_is_refused(adapter, tmp_path):
         load_checkpoint(folder)
 
 
-def test_an_adapter_must_fit_its_base(adapter, tmp_path):
-    folder = Path(shutil.copytree(adapter[0], tmp_path / "short"))
+def test_an_adapter_without_one_weight_is_refused(adapter, tmp_path):
+    weight = max(name for name in load_file(adapter[0] / "adapter_model.safetensors") if "lora_A" in name)
+    with pytest.raises(CheckpointError, match="differ in 1 weights"):
+        load_checkpoint(without_weight(adapter[0], tmp_path / "short", weight))
+
+
+def without_weight(adapter: Path, folder: Path, name: str) -> Path:
+    shutil.copytree(adapter, folder)
     weights = load_file(folder / "adapter_model.safetensors")
-    del weights[max(name for name in weights if "lora_A" in name)]
+    del weights[name]
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "COMPLETE.json").unlink()
-    with pytest.raises(CheckpointError, match="differ in 1 weights"):
-        load_checkpoint(folder)
-    forgetful = without_base_digest(adapter[0], tmp_path / "forgetful")
-    with pytest.raises(CheckpointError, match="does not fit its base"):
-        load_checkpoint(forgetful, base_model_path=make_tiny(tmp_path / "mimo", arch="mimo_vl"))
+    return folder
 
 
 def test_an_adapter_is_not_scored_on_another_base_of_equal_shape(train_here, tiny_checkpoint, tmp_path):
@@ -169,9 +130,7 @@ def test_an_adapter_is_not_scored_on_another_base_of_equal_shape(train_here, tin
     with refused:
         merge(trained, tmp_path / "merged", wrong_base)
 
-    moved = shutil.copytree(base, tmp_path / "moved")
-    (moved / "README.md").write_text("What stands beside the weights changes nothing.")
-    load_checkpoint(trained, base_model_path=moved)
+    load_checkpoint(trained, base_model_path=shutil.copytree(base, tmp_path / "moved"))
     shutil.copy(wrong_base / "model.safetensors", base)
     with refused:
         load_checkpoint(trained)
@@ -194,28 +153,14 @@ def test_a_base_of_the_hub_is_opened_at_the_revision_of_the_training(train_here,
         load_checkpoint(trained)
 
 
-def test_an_adapter_that_does_not_know_its_base_says_so(adapter, tmp_path, caplog, monkeypatch):
-    folder = without_base_digest(adapter[0], tmp_path / "older")
-    with caplog.at_level(logging.WARNING, "vlmrm"):
-        load_checkpoint(adapter[0])
-        assert "digest of its base" not in caplog.text
-        # With nothing to compare them with, tens of gigabytes are not read.
-        monkeypatch.setattr("vlmrm.modeling.loading.weights_digest", lambda folder: pytest.fail("it read the base"))
-        load_checkpoint(folder)
-    assert f"the adapter {folder} was saved without the digest of its base" in caplog.text
-
-
-def test_adapters_are_merged_before_more_training(adapter):
-    with pytest.raises(CheckpointError, match="vlmrm merge"):
-        load_for_training(adapter[0])
-
-
-def test_merge_overwrites_nothing_and_needs_an_adapter(adapter, tiny_reward_model, tmp_path):
+def test_merging_overwrites_nothing_and_needs_an_adapter(adapter, tiny_reward_model, tmp_path):
     (tmp_path / "mine.txt").write_text("keep me")
     with pytest.raises(ConfigError, match="is not empty"):
         merge(adapter[0], tmp_path)
     with pytest.raises(CheckpointError, match="is no adapter"):
         merge(tiny_reward_model, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="vlmrm merge"):
+        load_for_training(adapter[0])
 
 
 @pytest.mark.parametrize("wrong", [{"lora_r": 0}, {"lora_alpha": 0}, {"lora_dropout": 1.0}, {"load_in_4bit": True}])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 
 import pytest
 import torch
@@ -13,11 +14,9 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoProcessor,
-    BertConfig,
 )
 
-from vlmrm.errors import CheckpointError
-from vlmrm.modeling import families, load_for_training, make_tiny, reward_model, reward_model_class
+from vlmrm.modeling import families, load_for_training, make_tiny, reward_model
 from vlmrm.modeling.tiny import ARCHITECTURES
 
 
@@ -39,15 +38,13 @@ def test_names_of_downloaded_checkpoints_load_too(tiny_checkpoint, tmp_path):
     """The hub's Qwen2-VL and Qwen2.5-VL files call the parts `visual.` and `model.`."""
     folder = tmp_path / "hub"
     folder.mkdir()
-    for name in ("config.json",):
-        (folder / name).write_bytes((tiny_checkpoint / name).read_bytes())
+    shutil.copy(tiny_checkpoint / "config.json", folder)
     weights = load_file(tiny_checkpoint / "model.safetensors")
     old = {
         name.replace("model.visual.", "visual.").replace("model.language_model.", "model."): weight
         for name, weight in weights.items()
     }
-    assert any(name.startswith("visual.") for name in old)
-    assert any(name.startswith("model.layers.") for name in old)
+    assert {"visual", "model"} <= {name.split(".")[0] for name in old}
     save_file(old, folder / "model.safetensors", metadata={"format": "pt"})
     assert_same_backbone(load_for_training(folder), AutoModelForImageTextToText.from_pretrained(tiny_checkpoint))
 
@@ -59,10 +56,6 @@ def test_names_on_disk_are_the_names_in_memory(tiny_checkpoint, tmp_path, head):
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     assert set(saved) == set(model.state_dict())
-    model_to_fill = load_for_training(tiny_checkpoint, head=head, seed=1)
-    result = model_to_fill.load_state_dict(saved, strict=False)
-    assert not result.missing_keys
-    assert not result.unexpected_keys
 
 
 def test_opens_with_transformers_alone_and_names_what_vllm_looks_for(tiny_checkpoint, tmp_path):
@@ -70,14 +63,12 @@ def test_opens_with_transformers_alone_and_names_what_vllm_looks_for(tiny_checkp
     model = load_for_training(tiny_checkpoint)
     model.save_pretrained(tmp_path)
     again, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
+    assert not report["missing_keys"] and not report["unexpected_keys"]
     assert torch.equal(scores(again, processor), scores(model, processor))
 
     config = AutoConfig.from_pretrained(tmp_path)
     assert config.architectures == ["Qwen2_5_VLForSequenceClassification"]
-    assert config.num_labels == 1
-    assert config.problem_type == "regression"
+    assert config.num_labels == 1 and config.problem_type == "regression"
     weights = load_file(tmp_path / "model.safetensors")
     assert weights["score.weight"].shape == (1, 128)
     assert "score.bias" not in weights
@@ -91,8 +82,7 @@ def test_other_architectures_go_through_the_factory_and_say_so(tmp_path, caplog,
     with caplog.at_level(logging.WARNING, "vlmrm"):
         model = load_for_training(tmp_path).eval()
         load_for_training(tmp_path)
-    warnings = [record.message for record in caplog.records if "using the generic factory for llava" in record.message]
-    assert len(warnings) == 1
+    assert caplog.text.count("using the generic factory for llava") == 1
     assert_same_backbone(model, language_model)
 
     images = torch.randn(2, 3, 28, 28, generator=torch.manual_seed(0))
@@ -103,11 +93,4 @@ def test_other_architectures_go_through_the_factory_and_say_so(tmp_path, caplog,
         second = model(input_ids=ids[1:, :6], pixel_values=images[1:]).logits
     torch.testing.assert_close(both[1:], second, atol=1e-5, rtol=0)
     model.save_pretrained(tmp_path / "saved")
-    assert set(load_file(tmp_path / "saved" / "model.safetensors")) == set(model.state_dict())
-    again = load_for_training(tmp_path / "saved")
-    assert torch.equal(again.score.weight, model.score.weight)
-
-
-def test_a_text_model_is_refused():
-    with pytest.raises(CheckpointError, match="'bert' is no vision-language model"):
-        reward_model_class(BertConfig())
+    assert torch.equal(load_for_training(tmp_path / "saved").score.weight, model.score.weight)

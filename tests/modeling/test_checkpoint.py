@@ -14,7 +14,6 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from samples import scores
-from transformers import AutoProcessor
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling import (
@@ -25,7 +24,6 @@ from vlmrm.modeling import (
     manifest,
     provenance,
     save_reward_files,
-    template_hash,
     write_complete,
 )
 from vlmrm.modeling.checkpoint import refuse_separate_head
@@ -40,13 +38,6 @@ def copy(tiny_reward_model, tmp_path) -> Path:
 
 def edit_json(path: Path, **changes) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def edit_weights(folder: Path, change) -> None:
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "COMPLETE.json").unlink()
 
 
 @pytest.mark.parametrize("head", ["linear", "mlp"])
@@ -73,10 +64,7 @@ def test_round_trip_scores_the_same(tiny_checkpoint, tmp_path, head):
     assert loaded.info["architecture"] == "Qwen2_5_VLForSequenceClassification"
     assert (loaded.info["min_pixels"], loaded.info["max_pixels"]) == (3136, None)
     assert (loaded.info["reward_mean"], loaded.info["reward_std"]) == (0.5, 2.0)
-    assert loaded.info["provenance"]["base_model"] == "tiny"
     assert loaded.info["provenance"]["versions"]["torch"] == metadata.version("torch")
-    assert loaded.info["chat_template_sha256"] == template_hash(processor)
-
     further = load_for_training(tmp_path, head=head, seed=6)
     assert torch.equal(further.score.weight, model.score.weight)
 
@@ -105,24 +93,28 @@ def test_a_plain_language_model_does_not_score(tiny_checkpoint):
         load_checkpoint(tiny_checkpoint)
 
 
-@pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
-def test_a_missing_head_is_never_made_up(copy, load):
-    edit_weights(copy, lambda weights: weights.pop("score.weight"))
-    with pytest.raises(CheckpointError, match=r"head \(score.weight\) is missing"):
-        load(copy)
+NORM = "model.language_model.norm.weight"
 
 
 @pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: w.pop("model.language_model.norm.weight"), r"lacks model.language_model.norm.weight, 1 weights"),
+        (lambda w: w.pop("score.weight"), r"head \(score.weight\) is missing"),
+        (
+            lambda w: w.update({"rm_head.weight": w.pop("score.weight")}),
+            r"another trainer's layout \(rm_head\.weight\)",
+        ),
+        (lambda w: w.pop(NORM), rf"lacks {NORM}, 1 weights"),
         (lambda w: w.update(extra=torch.ones(1)), r"more than its architecture knows: extra"),
-        (lambda w: w.update({"model.language_model.norm.weight": torch.ones(9)}), r"other shapes.*norm.weight"),
+        (lambda w: w.update({NORM: torch.ones(9)}), r"other shapes.*norm.weight"),
     ],
 )
 def test_wrong_weights_are_named(copy, load, change, message):
-    edit_weights(copy, change)
+    weights = load_file(copy / "model.safetensors")
+    change(weights)
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    (copy / "COMPLETE.json").unlink()
     with pytest.raises(CheckpointError, match=message):
         load(copy)
 
@@ -137,27 +129,15 @@ VALUE_HEAD = {"v_head.summary.weight": torch.ones(1, 128), "v_head.summary.bias"
 
 
 @pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
-@pytest.mark.parametrize("name", ["value_head.safetensors", "value_head.bin", "rm_head.pt", "rm_head.pth"])
-def test_a_trained_head_in_a_file_of_its_own_is_not_left_for_a_random_one(language_model, load, name):
+@pytest.mark.parametrize(("save", "name"), [(save_file, "value_head.safetensors"), (torch.save, "rm_head.pt")])
+def test_a_trained_head_in_its_own_file_is_named(language_model, load, save, name):
     """LLaMA-Factory's layout, in which Skywork-VL-Reward is published, and its like."""
-    if name.endswith(".safetensors"):
-        save_file(VALUE_HEAD, language_model / name)
-    else:
-        torch.save(VALUE_HEAD, language_model / name)
-    with pytest.raises(CheckpointError, match=rf"trained head in {name}.*`vlmrm import .* --output DIR`"):
+    save(VALUE_HEAD, language_model / name)
+    with pytest.raises(CheckpointError, match=rf"trained head in {name}.*vlmrm import"):
         load(language_model)
 
 
-@pytest.mark.parametrize("name", ["value_head.safetensors", "rm_head.pth"])
-def test_a_trained_head_on_the_hub_is_looked_for(tiny_checkpoint, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    kept = tmp_path / "models--org--name"
-    shutil.copytree(tiny_checkpoint, kept / "snapshots" / "c0ffee")
-    (kept / "refs").mkdir()
-    (kept / "refs" / "main").write_text("c0ffee")
-    (kept / "snapshots" / "c0ffee" / name).touch()
-    with pytest.raises(CheckpointError, match=rf"org/name has a trained head in {name}"):
-        load_for_training("org/name")
+def test_a_trained_head_on_the_hub_is_named(monkeypatch):
     listed = ["README.md", "lm_head.bin", "more/value_head.bin", "model.safetensors", "reward_head.bin"]
     monkeypatch.setattr(manifest, "hub_answers", lambda: True)
     monkeypatch.setattr(manifest, "list_repo_files", lambda path, *, revision: listed)
@@ -167,42 +147,32 @@ def test_a_trained_head_on_the_hub_is_looked_for(tiny_checkpoint, tmp_path, monk
     refuse_separate_head("org/other")
 
 
-@pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
-def test_a_head_that_may_be_in_torch_files_points_to_the_import(language_model, load):
+def test_torch_files_point_to_the_import(language_model):
     """A pickle is not opened to look for it; an index tells the names."""
     weights = load_file(language_model / "model.safetensors")
     (language_model / "model.safetensors").unlink()
     torch.save(weights | VALUE_HEAD, language_model / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"weights in pytorch_model\.bin .*`vlmrm import .* --output DIR`"):
-        load(language_model)
+    with pytest.raises(CheckpointError, match=r"weights in pytorch_model\.bin .*vlmrm import"):
+        load_for_training(language_model)
     index = language_model / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": dict.fromkeys(weights | VALUE_HEAD, "pytorch_model.bin")}))
-    with pytest.raises(CheckpointError, match=r"(weights in pytorch_model|layout \(v_head\.summary).*`vlmrm import "):
-        load(language_model)
+    with pytest.raises(CheckpointError, match=r"(weights in pytorch_model|layout \(v_head\.summary).*vlmrm import"):
+        load_for_training(language_model)
 
 
 def test_an_adapter_in_a_torch_file_points_to_the_import(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
     torch.save(VALUE_HEAD, tmp_path / "adapter_model.bin")
-    with pytest.raises(CheckpointError, match=r"weights in adapter_model\.bin .*`vlmrm import "):
+    with pytest.raises(CheckpointError, match=r"weights in adapter_model\.bin .*vlmrm import"):
         load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "name", ["v_head.summary.weight", "rm_head.0.bias", "reward_head.weight", "classifier.weight", "score.bias"]
-)
+@pytest.mark.parametrize("name", ["v_head.summary.weight", "classifier.weight", "score.bias"])
 def test_a_trained_head_of_another_layout_is_called_one(language_model, name):
     weights = load_file(language_model / "model.safetensors")
     save_file(weights | {name: torch.ones(1)}, language_model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"another trainer's layout \({name}\).*`vlmrm import "):
+    with pytest.raises(CheckpointError, match=rf"another trainer's layout \({name}\).*vlmrm import"):
         load_for_training(language_model)
-
-
-@pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
-def test_a_head_under_another_name_is_not_called_missing(copy, load):
-    edit_weights(copy, lambda weights: weights.update({"rm_head.weight": weights.pop("score.weight")}))
-    with pytest.raises(CheckpointError, match=r"another trainer's layout \(rm_head\.weight\)"):
-        load(copy)
 
 
 def test_another_architecture_is_refused(copy, tmp_path):
@@ -214,29 +184,35 @@ def test_another_architecture_is_refused(copy, tmp_path):
         load_checkpoint(copy)
 
 
-def test_damage_is_noticed_before_loading(copy):
-    weights = copy / "model.safetensors"
+def cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match=r"model.safetensors has \d+ bytes instead of"):
-        load_checkpoint(copy)
-    (copy / "COMPLETE.json").unlink()
-    with pytest.raises(CheckpointError, match=r"weights of .* cannot be read"):
-        load_checkpoint(copy)
 
 
-def test_another_chat_template_is_refused(copy):
-    template = copy / "chat_template.jinja"
+def say_otherwise(folder: Path) -> None:
+    template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace("helpful", "harmful"))
-    with pytest.raises(CheckpointError, match=r"bytes of chat_template.jinja were changed"):
+
+
+@pytest.mark.parametrize(
+    ("damage", "listed", "by_hand"),
+    [
+        (cut, r"model.safetensors has \d+ bytes instead of", r"weights of .* cannot be read"),
+        (say_otherwise, r"bytes of chat_template.jinja were changed", r"chat template .* is not the one"),
+    ],
+)
+def test_damage_is_noticed_without_a_list_too(copy, damage, listed, by_hand):
+    damage(copy)
+    with pytest.raises(CheckpointError, match=listed):
         load_checkpoint(copy)
     (copy / "COMPLETE.json").unlink()  # as in a copy that somebody put together by hand
-    with pytest.raises(CheckpointError, match=r"chat template .* is not the one"):
+    with pytest.raises(CheckpointError, match=by_hand):
         load_checkpoint(copy)
 
 
 def test_a_text_model_is_refused_as_such(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(CheckpointError, match=r"is a text model \(qwen2\), .* name a vision-language model"):
+    with pytest.raises(CheckpointError, match=r"text model \(qwen2\)"):
         load_processor(tmp_path)
 
 
@@ -247,9 +223,7 @@ def test_processor_may_come_from_the_base_model(copy, tiny_checkpoint):
     with pytest.raises(CheckpointError, match=r"has no processor.*base_model_path"):
         load_checkpoint(copy)
     loaded = load_checkpoint(copy, base_model_path=tiny_checkpoint)
-    assert (
-        loaded.processor.tokenizer.get_vocab() == AutoProcessor.from_pretrained(tiny_checkpoint).tokenizer.get_vocab()
-    )
+    assert loaded.processor.tokenizer.get_vocab() == load_processor(tiny_checkpoint).tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize("load", [load_checkpoint, load_for_training])

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from mixtures import CHOICES, EXPERTS, LAYERS, make_tiny_mixture
+from families.reference import rounding_nowhere
+from mixtures import CHOICES, EXPERTS, make_tiny_mixture
 from transformers import AutoProcessor
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
+from tests.batching.test_shared import CASES, in_type
 from vlmrm.errors import ConfigError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling import batcher_for, load_for_training
 from vlmrm.modeling.experts import Routers, balance_loss, find_routers
 from vlmrm.rendering import Renderer
-
-sys.path.append(str(Path(__file__).parents[1] / "batching"))
-
-from test_shared import CASES, in_type, rounding_nowhere
 
 BATCHINGS = ("reference", "shared")
 
@@ -113,30 +109,3 @@ def test_under_gradient_checkpointing(mixture, batches, expected):
 def test_without_gradients_it_is_refused(mixture, batches):
     with pytest.raises(ConfigError, match="router_aux_loss_coef changes no weight"):
         balanced(opened(mixture, use_reentrant=True), batches[1])
-
-
-def test_sharing_changes_no_tokens_route(mixture, batches):
-    padded, shared = batches
-    routes = {}
-    for batching, inputs in zip(BATCHINGS, batches, strict=True):
-        routes[batching] = [it.chosen.sort(-1).values for it in decisions_of(mixture, batching, inputs)]
-    assert len(routes["shared"]) == LAYERS
-    for row, (mask, end) in enumerate(zip(padded["attention_mask"], shared["branch_ends"].tolist(), strict=True)):
-        path = positions_of(shared["layout"], end)
-        columns = mask.nonzero().flatten() + row * len(mask)
-        for alone, together in zip(routes["reference"], routes["shared"], strict=True):
-            assert torch.equal(alone[columns], together[path])
-
-
-def positions_of(layout, end):
-    """The row positions of the conversation whose last token is at `end`."""
-    index = next(i for i, segment in enumerate(layout.segments) if segment.start <= end < segment.stop)
-    path = []
-    while index >= 0:
-        path = [*range(layout.segments[index].start, layout.segments[index].stop), *path]
-        index = layout.segments[index].parent
-    return path
-
-
-def test_a_model_without_experts_has_no_routers(tiny_checkpoint):
-    assert find_routers(load_for_training(tiny_checkpoint)) == []

@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from samples import save_adapter
 
 from vlmrm import cli, load_scorer
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.export import export
 from vlmrm.modeling import load_for_training, load_processor, make_tiny, save_reward_files, write_complete
-
-OTHERS = ("qwen2_vl", "qwen3_vl")
 
 # What a stranger runs: transformers alone, by the words of the folder's README.
 STRANGER = """
@@ -68,7 +66,7 @@ def strangers_scores(folder: Path, messages: list[dict], tmp_path: Path) -> list
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("arch", ["qwen2_5_vl", *OTHERS])
+@pytest.mark.parametrize("arch", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_stranger_gets_the_scorer_s_score(arch, tmp_path):
     """The image is larger than the checkpoint's limit, which only `reward_model.json` held."""
     shown = {"max_pixels": 64 * 64, "video_fps": 0.5}
@@ -77,6 +75,8 @@ def test_a_stranger_gets_the_scorer_s_score(arch, tmp_path):
     messages = about(tmp_path / "digit.png")
     [expected] = load_scorer(source).score([messages])
     folder = export(source, tmp_path / "exported")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["problem_type"] == "regression" and len(config["id2label"]) == 1, "as vLLM's classify route asks"
     alone, padded, twice = strangers_scores(folder, messages, tmp_path)
     assert alone == pytest.approx(expected, abs=1e-5)
     assert padded == pytest.approx(expected, abs=1e-5), "padding changes nothing"
@@ -86,25 +86,11 @@ def test_a_stranger_gets_the_scorer_s_score(arch, tmp_path):
     assert load_processor(folder).video_processor.fps == 0.5
 
 
-def test_the_layout_is_what_vllm_s_classify_route_asks_for(tiny_reward_model, tmp_path):
-    folder = export(tiny_reward_model, tmp_path / "exported")
-    config = json.loads((folder / "config.json").read_text())
-    assert config["architectures"] == ["Qwen2_5_VLForSequenceClassification"]
-    assert config["problem_type"] == "regression" and len(config["id2label"]) == 1
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        names = set(file.keys())
-        assert file.get_slice("score.weight").get_shape()[0] == 1
-    assert {name.split(".")[0] for name in names} == {"model", "score"} and "score.bias" not in names
-    assert all(name.startswith(("model.language_model.", "model.visual.", "score.")) for name in names)
-
-
-def test_the_readme_says_how_to_serve_it_and_the_pinned_sample_checks_a_copy(tiny_checkpoint, tmp_path):
+def test_the_sample_of_the_readme_checks_copies(tiny_checkpoint, tmp_path):
     source = reward_model(tmp_path / "trained", tiny_checkpoint, reward_mean=0.25, reward_std=2.0)
     folder = export(source, tmp_path / "my-reward")
     readme = (folder / "README.md").read_text()
     assert "vllm serve my-reward --runner pooling --convert classify" in readme
-    assert """--pooler-config '{"use_activation": false}'""" in readme
-    assert "base_model: Qwen/Qwen2.5-VL-3B-Instruct" in readme and "mean 0.2500" in readme
     for program in re.findall(r"```python\n(.*?)```", readme, re.DOTALL):
         ast.parse(program)
     info = json.loads((folder / "reward_model.json").read_text())
@@ -112,38 +98,17 @@ def test_the_readme_says_how_to_serve_it_and_the_pinned_sample_checks_a_copy(tin
     assert load_scorer(folder).score([pinned["messages"]]) == pytest.approx([pinned["score"]], abs=1e-4)
     assert f"{pinned['score']:.4f} in float32" in readme
     assert (info["reward_mean"], info["reward_std"]) == (0.25, 2.0)
-    assert json.loads((folder / "COMPLETE.json").read_text())["step"] == 7
 
 
 @pytest.mark.smoke
-def test_adapters_are_merged(adapter, tmp_path):
+def test_adapters_are_merged(tiny_checkpoint, tmp_path):
+    save_adapter(tmp_path / "adapter", tiny_checkpoint)
     Image.new("RGB", (56, 56), "red").save(tmp_path / "red.png")
     messages = about(tmp_path / "red.png")
-    folder = export(adapter, tmp_path / "exported")
+    folder = export(tmp_path / "adapter", tmp_path / "exported")
     assert not (folder / "adapter_config.json").exists()
-    expected = load_scorer(adapter).score([messages])
+    expected = load_scorer(tmp_path / "adapter").score([messages])
     assert load_scorer(folder).score([messages]) == pytest.approx(expected, abs=1e-5)
-
-
-@pytest.fixture
-def adapter(tiny_checkpoint, tmp_path) -> Path:
-    """A LoRA checkpoint whose matrices have been moved from their start."""
-    import torch
-    from peft import get_peft_model
-
-    from vlmrm.modeling import ModelArguments, lora_config
-
-    model = load_for_training(tiny_checkpoint)
-    adapted = get_peft_model(model, lora_config(ModelArguments(use_peft=True, lora_r=4), model))
-    torch.manual_seed(1)
-    for name, weight in adapted.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(weight, std=0.1)
-    folder = tmp_path / "adapter"
-    adapted.save_pretrained(folder)
-    processor = load_processor(tiny_checkpoint)
-    save_reward_files(folder, processor=processor, head="linear", provenance={})
-    return folder
 
 
 def test_a_model_without_finite_scores_is_refused(tiny_checkpoint, tmp_path):
@@ -167,34 +132,21 @@ def test_an_mlp_head_and_a_filled_folder_are_refused(tiny_checkpoint, tiny_rewar
 
 
 class FakeHub:
-    """Records what is asked of the hub."""
+    """Keeps the names of the files that are uploaded to it."""
 
-    def __init__(self, refuse: bool = False):
-        self.asked: list[tuple] = []
-        self.refuse = refuse
+    def __init__(self) -> None:
+        self.files: dict[str, set[str]] = {}
 
     def create_repo(self, repository, *, private, exist_ok):
-        if self.refuse:
-            raise OSError("401 Unauthorized\nsee the log")
-        self.asked.append(("create", repository, private, exist_ok))
+        assert private and exist_ok
 
     def upload_folder(self, *, repo_id, folder_path, commit_message):
-        self.asked.append(("upload", repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
+        self.files[repo_id] = {path.name for path in Path(folder_path).iterdir()}
 
 
-def test_the_command_pushes_the_whole_folder_to_the_hub(tiny_reward_model, tmp_path, monkeypatch, capsys):
+def test_the_command_pushes_the_whole_folder(tiny_reward_model, tmp_path, monkeypatch):
     hub = FakeHub()
     monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
     words = ["export", "--model", str(tiny_reward_model), "--output", str(tmp_path / "o"), "--push-to-hub", "me/it"]
     cli.app(words, exit_on_error=False, result_action="return_value")
-    assert f"exported {tiny_reward_model} to {tmp_path / 'o'}" in capsys.readouterr().out
-    create, (_, repository, files) = hub.asked
-    assert create == ("create", "me/it", True, True) and repository == "me/it"
-    assert {"COMPLETE.json", "README.md", "config.json", "model.safetensors", "modeling_reward.py"} <= set(files)
-
-
-def test_a_refused_upload_says_what_to_do(tiny_reward_model, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: FakeHub(refuse=True))
-    with pytest.raises(ConfigError, match=r"me/it cannot be uploaded to \(401 Unauthorized\): .*hf upload me/it"):
-        export(tiny_reward_model, tmp_path / "o", push_to_hub="me/it")
-    assert (tmp_path / "o" / "COMPLETE.json").exists()
+    assert {"COMPLETE.json", "README.md", "config.json", "model.safetensors"} <= hub.files["me/it"]

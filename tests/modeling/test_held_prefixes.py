@@ -18,7 +18,6 @@ from tests.modeling.test_masks import bottom_right
 from vlmrm.batching.shared import PackedLayout
 from vlmrm.batching.shared import _keep as kept_of
 from vlmrm.batching.tree import Tree, grow_after
-from vlmrm.errors import ConfigError
 from vlmrm.modeling import kernels
 from vlmrm.modeling.attention import shared_prefix
 from vlmrm.modeling.kernels import explicit, flex, per_segment, varlen
@@ -123,15 +122,3 @@ def test_what_one_row_keeps_is_what_another_holds():
     output, _ = shared_prefix(torch.nn.Identity(), *row, None, 0.3, layout=second.layout)
     torch.testing.assert_close(output, second.expected("causal"), rtol=1e-12, atol=1e-12)
     assert {tensor.untyped_storage().nbytes() for tensor in keep.kept.tensors()} == {KEY_HEADS * 4 * WIDTH * 8}
-
-
-def test_a_mask_that_reads_rows_is_not_read_at_tokens_that_are_in_none():
-    row = Row([[1, 2], [0]], [[1], [2]])
-    images = torch.zeros(1, len(row.layout), dtype=torch.long)
-
-    def same_image(batch, head, query, key):
-        return (images[batch, query] == images[batch, key]) & (key <= query)
-
-    rule = mask_rule(1, len(row.layout), len(row.layout), mask_function=same_image)
-    with pytest.raises(ConfigError, match="tokens of earlier rows"):
-        rule.spans(row.layout, torch.device("cpu"))

@@ -49,11 +49,3 @@ def test_padded_rows_are_left_as_they_are(model, processor):
     counts = tokens_of_each_layer(model)
     assert torch.equal(scores(model, processor), expected)
     assert len(set(counts)) == 1
-
-
-def test_pruning_twice_is_pruning_once(model):
-    last = model.model.language_model.layers[-1]
-    prune_last_layer(model.model.language_model)
-    prune_last_layer(model.model.language_model)
-    hooks = last.self_attn._forward_pre_hooks, last.mlp._forward_pre_hooks, last.mlp._forward_hooks
-    assert [len(registered) for registered in hooks] == [1, 1, 1]

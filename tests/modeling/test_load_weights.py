@@ -8,19 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import get_peft_model
 from safetensors.torch import load_file, save_file
-from samples import scores
+from samples import save_adapter, scores
 
 from vlmrm.errors import CheckpointError
 from vlmrm.modeling import (
-    ModelArguments,
     load_checkpoint,
-    load_for_training,
-    load_processor,
     load_weights,
-    lora_config,
-    save_reward_files,
     write_complete,
 )
 
@@ -44,11 +38,7 @@ def siblings(request, tiny_checkpoint, tiny_reward_model, tmp_path_factory) -> t
     if request.param == "full":
         shutil.copytree(tiny_reward_model, first)
     else:
-        model = load_for_training(tiny_checkpoint)
-        get_peft_model(model, lora_config(ModelArguments(use_peft=True, lora_r=4), model)).save_pretrained(first)
-        processor = load_processor(tiny_checkpoint)
-        save_reward_files(first, processor=processor, head="linear", shown={"max_pixels": 9999}, provenance={})
-        write_complete(first, world_size=1, step=1)
+        save_adapter(first, tiny_checkpoint)
     return first, move(Path(shutil.copytree(first, folder / "checkpoint-2")), 0.1)
 
 
@@ -65,26 +55,26 @@ def test_it_scores_as_if_opened_by_itself(siblings):
     assert torch.equal(scores(opened.model, opened.processor), before)
 
 
-def test_a_checkpoint_with_another_setting_is_opened_by_itself(siblings, tmp_path):
-    opened = load_checkpoint(siblings[0])
-    before = scores(opened.model, opened.processor)
-    copy = Path(shutil.copytree(siblings[1], tmp_path / "copy"))
-    info = json.loads((copy / "reward_model.json").read_text())
-    (copy / "reward_model.json").write_text(json.dumps(info | {"max_pixels": 3136}))
-    write_complete(copy, world_size=1, step=2)
-    assert load_weights(opened, copy) is None
-    assert torch.equal(scores(opened.model, opened.processor), before)
+def another_setting(folder: Path) -> None:
+    info = json.loads((folder / "reward_model.json").read_text())
+    (folder / "reward_model.json").write_text(json.dumps(info | {"max_pixels": 3136}))
 
 
-def test_other_shapes_and_missing_weights_are_not_copied(siblings, tmp_path):
-    opened = load_checkpoint(siblings[0])
-    before = scores(opened.model, opened.processor)
-    copy = Path(shutil.copytree(siblings[1], tmp_path / "copy"))
-    [path] = copy.glob("*.safetensors")
+def missing_weight(folder: Path) -> None:
+    [path] = folder.glob("*.safetensors")
     weights = load_file(path)
     del weights[min(weights)]
     save_file(weights, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("change", [another_setting, missing_weight])
+def test_another_kind_of_checkpoint_is_opened_by_itself(siblings, tmp_path, change):
+    opened = load_checkpoint(siblings[0])
+    before = scores(opened.model, opened.processor)
+    copy = Path(shutil.copytree(siblings[1], tmp_path / "copy"))
+    change(copy)
     write_complete(copy, world_size=1, step=2)
+
     assert load_weights(opened, copy) is None
     assert torch.equal(scores(opened.model, opened.processor), before)
 

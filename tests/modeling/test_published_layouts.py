@@ -27,39 +27,17 @@ FOLDER = Path(__file__).parent / "published"
 # What a reward model has no use for: the language head, and layers that predict further tokens.
 LEFT_OUT = re.compile(r"(^|\.)lm_head\.|^mtp\.")
 SMALL_TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "num_global_key_value_heads": 1,
-    "vocab_size": 320,
-    "pad_token_id": 0,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 40,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "layer_types": None,
+    **{"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
+    **{"vocab_size": 320, "pad_token_id": 0, "layer_types": None},
+    **{"num_experts": 4, "num_experts_per_tok": 2, "top_k_experts": 2, "moe_intermediate_size": 24},
+    **{"shared_expert_intermediate_size": 40, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 SMALL_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "depth": 3,
-    "num_hidden_layers": 3,
-    "num_heads": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "out_hidden_size": 64,
-    "num_position_embeddings": 16,
-    "position_embedding_size": 10,
+    **{"hidden_size": 32, "intermediate_size": 56, "depth": 3, "num_hidden_layers": 3, "num_heads": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "out_hidden_size": 64},
+    **{"num_position_embeddings": 16, "position_embedding_size": 10},
 }
 
 
@@ -189,32 +167,6 @@ def place_of(name: str) -> tuple[Any, ...]:
     """Return what is left of a name, whatever its prefixes: its part of the model, its numbers, its last two words."""
     name = name.replace("model.language_model", "text").replace("language_model.model", "text")
     return bool(re.search("vis", name)), *re.findall(r"\d+", name), *name.split(".")[-2:]
-
-
-FAULTS = {
-    "drop": r"lacks .*layers\.2\.mlp\.down_proj\.weight, 1 weights in all",
-    "rename": r"lacks .*layers\.2\.mlp\.down_proj\.weight, 1 weights in all",
-    "add": r"more than its architecture knows: .*layers\.2\.mlp\.down_projection\.weight",
-    "reshape": r"other shapes than its configuration says: .*layers\.2\.mlp\.down_proj\.weight",
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", ["qwen2.5-vl-7b", "internvl3.5-8b", "gemma-3-4b"])
-def test_a_faulty_weight_is_refused_by_name(name, fault, tmp_path):
-    published = Published.read(name).shrunk(tied=True)
-    weights = published.weights()
-    key = next(key for key in weights if key.endswith("layers.2.mlp.down_proj.weight"))
-    renamed = key.replace("down_proj", "down_projection")
-    if fault == "reshape":
-        weights[key] = weights[key][:, 1:].contiguous()
-    elif fault == "add":
-        weights[renamed] = weights[key].clone()
-    else:
-        weight = weights.pop(key)
-        weights |= {renamed: weight} if fault == "rename" else {}
-    with pytest.raises(CheckpointError, match=FAULTS[fault]):
-        load_for_training(published.write(tmp_path, weights))
 
 
 def test_embeddings_that_are_missing_are_not_made_up_where_they_are_tied(tmp_path):

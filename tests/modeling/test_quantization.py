@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 import torch
 from peft import get_peft_model
 from samples import SAMPLES, batch_of, scores
-from transformers import Qwen2_5_VLConfig
 
-from vlmrm.errors import ConfigError
 from vlmrm.modeling import (
     ModelArguments,
     load_for_training,
     load_processor,
     lora_config,
     quantization_config,
-    reward_model_class,
 )
 from vlmrm.modeling.quantization import keep_trainable, layers_to_quantize
 
 QLORA = ModelArguments(use_peft=True, lora_r=4, load_in_4bit=True, lora_vit=True)
-WITHOUT = importlib.util.find_spec("bitsandbytes") is None
-
-
-@pytest.mark.skipif(not WITHOUT, reason="bitsandbytes is installed")
-def test_4_bits_ask_for_bitsandbytes():
-    assert quantization_config(ModelArguments()) is None
-    with pytest.raises(ConfigError, match="load_in_4bit needs bitsandbytes: pip install"):
-        quantization_config(QLORA)
-
-
-def test_the_layers_of_a_3b_model_are_counted():
-    config = Qwen2_5_VLConfig(
-        text_config={"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-                     "num_attention_heads": 16, "num_key_value_heads": 2},
-        vision_config={"out_hidden_size": 2048},
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = reward_model_class(config)(config)
-    layers = layers_to_quantize(model)
-    assert len(layers) == 252
-    # All the weights of the language model's layers but its norms and biases.
-    held = sum(model.get_submodule(name).weight.numel() for name in layers)
-    assert held == 36 * (2048 * (2 * 2048 + 2 * 256) + 3 * 2048 * 11008)
 
 
 def test_a_training_is_that_of_the_rounded_weights(tiny_checkpoint):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from samples import SAMPLES, batch_of, scores
@@ -49,40 +47,16 @@ def test_score_does_not_depend_on_company_or_padding(model, processor):
         torch.testing.assert_close(scores(model, processor, SAMPLES[::-1], side).flip(0), alone, atol=1e-5, rtol=0)
 
 
-def test_score_is_the_head_on_the_last_hidden_state(model, processor):
+def test_score_is_the_head_on_the_last_hidden_state(checkpoint, processor):
+    model = load_for_training(checkpoint, head="mlp").eval()
+    weights = dict(model.named_parameters())
     for sample in SAMPLES[:4]:
         batch = batch_of(processor, [sample])
         with torch.no_grad():
-            hidden = model.model(**batch, use_cache=False).last_hidden_state
-            expected = hidden[0, -1] @ model.score.weight[0]
+            hidden = model.model(**batch, use_cache=False).last_hidden_state[0, -1]
+            inner = weights["score_hidden.0.weight"] @ hidden + weights["score_hidden.0.bias"]
+            expected = model.score.weight[0] @ torch.nn.functional.silu(inner)
             torch.testing.assert_close(model(**batch).logits, expected.reshape(1, 1), atol=1e-5, rtol=0)
-
-
-def test_without_a_mask_nothing_is_padding(model, processor):
-    batch = batch_of(processor, SAMPLES[5:6])
-    with torch.no_grad():
-        masked = model(**batch).logits
-        del batch["attention_mask"]
-        torch.testing.assert_close(model(**batch).logits, masked, atol=1e-5, rtol=0)
-
-
-def test_branch_ends_pick_positions_of_one_row(plain):
-    model, processor = plain
-    batch = batch_of(processor, SAMPLES[:1])
-    ends = torch.tensor([5, 17, 30])
-    with torch.no_grad():
-        picked = model(**batch, branch_ends=ends).logits
-        shorter = [
-            model(
-                input_ids=batch["input_ids"][:, : end + 1],
-                mm_token_type_ids=batch["mm_token_type_ids"][:, : end + 1],
-                **{name: batch[name] for name in ("pixel_values", "image_grid_thw") if end > 20},
-            ).logits
-            for end in ends[[0, 2]]
-        ]
-    assert picked.shape == (3, 1)
-    # A score sees what comes before its position, and nothing after it.
-    torch.testing.assert_close(picked[[0, 2]], torch.cat(shorter), atol=1e-5, rtol=0)
 
 
 def test_images_and_videos_may_stand_in_one_conversation(model, processor):
@@ -113,14 +87,6 @@ def test_half_an_image_is_refused(plain, missing):
         model(**batch)
 
 
-@pytest.mark.parametrize("head", ["linear", "mlp"])
-def test_training_starts_near_ln_2(tiny_checkpoint, head):
-    model = load_for_training(tiny_checkpoint, head=head)
-    rewards = scores(model, AutoProcessor.from_pretrained(tiny_checkpoint))
-    losses = -torch.nn.functional.logsigmoid(rewards[:, None] - rewards[None, :])
-    assert losses.mean().item() == pytest.approx(math.log(2), abs=0.02)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head", ["linear", "mlp"])
 def test_half_precision_keeps_the_head_exact(tiny_checkpoint, tmp_path, dtype, head):
@@ -139,18 +105,6 @@ def test_half_precision_keeps_the_head_exact(tiny_checkpoint, tmp_path, dtype, h
     # More digits than half precision has.
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.to(dtype).float())
-
-
-def test_gradient_checkpointing_changes_no_gradient(plain):
-    model, processor = plain
-    batch = batch_of(processor, SAMPLES)
-    model.train()
-    expected = gradients(model, **batch)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    checkpointed = gradients(model, **batch)
-    assert set(checkpointed) == {name for name, _ in model.named_parameters()}
-    for name, gradient in expected.items():
-        torch.testing.assert_close(checkpointed[name], gradient, msg=name)
 
 
 def test_touching_vision_gives_every_weight_a_gradient_and_changes_no_score(model, processor):

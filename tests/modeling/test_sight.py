@@ -5,14 +5,13 @@ from __future__ import annotations
 from functools import wraps
 
 import pytest
-import torch
 from runs import assert_equal_weights, colour_pairs
 from transformers import Qwen2_5_VLModel
 
 from vlmrm.batching import PaddedBatcher
 from vlmrm.errors import CheckpointError
 from vlmrm.modeling import kernels, load_checkpoint, load_for_training, load_processor, make_tiny_reward_model
-from vlmrm.modeling.attention import attention_of, batcher_for
+from vlmrm.modeling.attention import batcher_for
 from vlmrm.modeling.families import BY_MODEL_TYPE
 from vlmrm.modeling.sight import prove_sight
 from vlmrm.scoring import load_scorer
@@ -72,12 +71,10 @@ def test_a_model_that_does_not_see_is_refused(request, tiny_reward_model, build)
 
 
 def test_a_wrong_shared_batch_is_refused_and_the_reference_goes(broken, tiny_reward_model):
-    with pytest.raises(CheckpointError, match=WRONG):
-        load_checkpoint(tiny_reward_model)
-    with pytest.raises(CheckpointError, match=WRONG):
-        load_scorer(tiny_reward_model)
-    scorer = load_scorer(tiny_reward_model, batching="reference")
-    assert len(scorer.score([[{"role": "user", "content": "One?"}, {"role": "assistant", "content": "1"}]])) == 1
+    for load in (load_checkpoint, load_scorer):
+        with pytest.raises(CheckpointError, match=WRONG):
+            load(tiny_reward_model)
+    load_scorer(tiny_reward_model, batching="reference")
 
 
 def test_a_shared_batch_that_ends_in_an_error_is_refused(monkeypatch, tiny_reward_model):
@@ -90,9 +87,7 @@ def test_a_shared_batch_that_ends_in_an_error_is_refused(monkeypatch, tiny_rewar
 def test_switched_off_it_loads_and_a_line_says_so(request, tiny_reward_model, caplog, build):
     request.getfixturevalue(build)
     load_scorer(tiny_reward_model, check_sight=False)
-    assert [line for line in caplog.messages if line.startswith(UNCHECKED)] == [
-        f"{UNCHECKED} {tiny_reward_model} sees images"
-    ]
+    assert caplog.text.count(UNCHECKED) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -100,23 +95,6 @@ def test_switched_off_it_loads_and_a_line_says_so(request, tiny_reward_model, ca
 def test_every_family_passes_in_every_type(tmp_path, arch, dtype, caplog):
     load_checkpoint(make_tiny_reward_model(tmp_path / arch, arch), dtype=dtype)
     assert not [line for line in caplog.messages if "check_sight" in line]
-
-
-def test_a_model_is_left_as_it_was(tiny_checkpoint):
-    model = load_for_training(tiny_checkpoint, head="mlp").train()
-    before, attention = torch.get_rng_state(), attention_of(model)
-    prove_sight(model, load_processor(tiny_checkpoint), name="it", batching="shared")
-    assert model.training and attention_of(model) == attention
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(weight.grad is None for weight in model.parameters())
-
-
-def test_families_without_shared_batches_are_checked_for_sight(tiny_reward_model, blind, monkeypatch):
-    from vlmrm.modeling import sight
-
-    monkeypatch.setattr(sight, "not_shared", lambda model: "this one")
-    with pytest.raises(CheckpointError, match=BLIND):
-        load_checkpoint(tiny_reward_model)
 
 
 def test_a_family_without_tests_is_padded_where_its_proof_fails_but_not_later(broken, tiny_checkpoint, monkeypatch):
@@ -131,23 +109,20 @@ def test_a_family_without_tests_is_padded_where_its_proof_fails_but_not_later(br
         prove_sight(model, processor, name="it", batching="shared")
 
 
-def test_a_training_of_a_blind_model_is_refused_before_its_first_step(train_here, tmp_path, blind, capfd):
+@pytest.mark.parametrize(
+    ("build", "message", "without"),
+    [("blind", BLIND, {"check_sight": False}), ("broken", WRONG, {"batching": "reference"})],
+)
+def test_a_wrong_build_stops_before_training(request, train_here, tmp_path, build, message, without):
+    request.getfixturevalue(build)
     data = colour_pairs(tmp_path / "data", 4)
-    with pytest.raises(CheckpointError, match=BLIND):
+    with pytest.raises(CheckpointError, match=message):
         train_here(data)
-    train_here(data, name="blind", max_steps=1, check_sight=False)
-    assert capfd.readouterr().err.count(UNCHECKED) == 1
+    train_here(data, name="without", max_steps=1, **without)
 
 
-def test_a_training_with_wrong_shared_batches_is_refused(train_here, tmp_path, broken):
-    data = colour_pairs(tmp_path / "data", 4)
-    with pytest.raises(CheckpointError, match=WRONG):
-        train_here(data)
-    train_here(data, name="reference", max_steps=1, batching="reference")
-
-
-@pytest.mark.parametrize("keys", [{"use_peft": True}, {"bf16": True}, {"gradient_checkpointing": True}])
-def test_a_training_that_sees_is_left_as_it_was(train_here, tmp_path, keys):
+def test_a_training_that_sees_stays_as_it_was(train_here, tmp_path):
+    keys = {"use_peft": True, "lora_dropout": 0.2}  # it draws from the random state
     data = colour_pairs(tmp_path / "data", 4)
     results = [train_here(data, name, max_steps=2, check_sight=name == "on", **keys) for name in ("on", "off")]
     assert_equal_weights(*(result.model_dir for result in results))

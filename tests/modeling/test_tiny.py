@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from vlmrm import cli, load_scorer
 from vlmrm.errors import ConfigError
-from vlmrm.modeling.tiny import ARCHITECTURES, MIMO_SYSTEM_PROMPT, make_tiny, make_tiny_reward_model
+from vlmrm.modeling.tiny import ARCHITECTURES, make_tiny, make_tiny_reward_model
 
 REAL = Path(os.environ.get("VLMRM_TEST_DATA", "../shared/data")) / "qwen2.5-vl-7b-processor"
 
@@ -59,25 +59,12 @@ def test_a_tiny_reward_model_scores_from_the_command_line_on(tmp_path):
     assert scores[0] == scores[1] != [0.0]
 
 
-def test_leaves_the_global_random_state_alone(tmp_path):
-    before = torch.random.get_rng_state()
-    make_tiny(tmp_path / "tiny")
-    assert torch.equal(before, torch.random.get_rng_state())
-
-
 def test_words_are_one_token_each(tiny_checkpoint):
     tokenizer = AutoProcessor.from_pretrained(tiny_checkpoint).tokenizer
     for text in (" seven", "assistant", "\n", "<|im_end|>", "<|image_pad|>"):
         assert len(tokenizer(text)["input_ids"]) == 1, text
     text = "naïve 漢字 🙂 not in the corpus\r\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
-def test_mimo_speaks_with_its_own_system_prompt(tmp_path):
-    processor = AutoProcessor.from_pretrained(make_tiny(tmp_path / "mimo", arch="mimo_vl"))
-    assert processor.apply_chat_template(CONVERSATION).startswith(
-        f"<|im_start|>system\n{MIMO_SYSTEM_PROMPT}<|im_end|>"
-    )
 
 
 def test_unknown_architecture_is_named(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import Glm46VConfig, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig, vision_utils
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import Glm46VConfig, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
 
 from benchmarks.shapes import Pair, training
 from vlmrm.batching import to_device
@@ -22,14 +21,8 @@ from vlmrm.errors import ConfigError
 from vlmrm.modeling import RewardModel, families, kernels, reward_model_class, vision
 from vlmrm.modeling.attention import share
 from vlmrm.modeling.vision import (
-    SEGMENTS,
     Segments,
     by_segments,
-    per_length,
-    positions,
-    segments_of,
-    tower_keywords,
-    windows,
 )
 
 SCORES, GRADIENTS = 1e-10, 1e-8
@@ -135,8 +128,7 @@ def stub(query, key, value, cu_queries, cu_keys, max_queries, max_keys, *, scale
 
 def through_varlen(query, key, value, segments, scaling, dropout):
     states = [s[0].transpose(0, 1) for s in (query, key, value)]
-    lengths = (segments.cumulative(CPU), segments.longest)
-    cumulative, longest = lengths
+    cumulative, longest = segments.cumulative(CPU), segments.longest
     return kernels.attend_varlen(
         kernels.TORCH, *states, cumulative, cumulative, longest, longest, scaling=scaling, causal=False
     )[None]
@@ -154,19 +146,6 @@ def backend(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.fixture
-def calls(monkeypatch) -> list[tuple[int, ...]]:
-    """The shapes of the queries of torch's attention."""
-    shapes: list[tuple[int, ...]] = []
-
-    def counted(query, *args, **keywords):
-        shapes.append(tuple(query.shape))
-        return scaled_dot_product_attention(query, *args, **keywords)
-
-    monkeypatch.setattr(vision, "scaled_dot_product_attention", counted)
-    return shapes
-
-
 @cache
 def expected_of(name: str, attention: str, kind: str = "image") -> Result:
     return own(model_of(name), attention, kind)
@@ -175,7 +154,6 @@ def expected_of(name: str, attention: str, kind: str = "image") -> Result:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_features_and_gradients_are_the_librarys(name, backend):
     model = model_of(name)
-    assert model.vision_modules()[0].config._attn_implementation == SEGMENTS[kernels.TORCH]  # type: ignore
     scores, slopes = error(ours(model), expected_of(name, "sdpa"))
     assert scores <= SCORES and slopes <= GRADIENTS
     assert max(error(ours(model), expected_of(name, "eager"))) <= FLOAT32_SOFTMAX
@@ -205,147 +183,13 @@ def test_videos_and_checkpointing(name, reentrant):
     assert errors[0] <= SCORES and errors[1] <= GRADIENTS
 
 
-def test_without_windows_or_images_the_features_are_others(monkeypatch):
-    """The control: windows that are whole images, and images that see one another."""
-    model = model_of("qwen2_5_vl")
-    keywords_of = tower_keywords
-
-    def change(**changes: Callable[[dict[str, Any]], Any]) -> float:
-        def changed(*args):
-            keywords = keywords_of(*args)
-            return keywords | {name: value(keywords) for name, value in changes.items()}
-
-        monkeypatch.setattr("vlmrm.modeling.reward_model.tower_keywords", changed)
-        return error(ours(model), expected_of("qwen2_5_vl", "sdpa"))[0]
-
-    assert change() <= SCORES
-    assert change(cu_window_seqlens=lambda keywords: keywords["cu_seqlens"]) > 1e-3
-    tokens = sum(int(np.prod(grid)) for grid in GRIDS)
-    assert change(cu_seqlens=lambda _: Segments([tokens]).cumulative(CPU)) > 1e-3
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_one_call_a_layer_for_all_windows(name, calls, monkeypatch):
-    model = model_of(name)
-    model.run_tower("image", images_of(model, [(1, 16, 18)]))
-    assert len(calls) == VISION["depth"]
-    tower: Any = model.vision_modules()[0]
-    monkeypatch.setattr(tower.config, "_attn_implementation_internal", "sdpa")
-    calls.clear()
-    seen: list[int] = []
-    plain = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    monkeypatch.setitem(
-        ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", lambda *a, **k: (seen.append(1), plain(*a, **k))[1]
-    )
-    model.run_tower("image", images_of(model, [(1, 16, 18)]))
-    windowed = name == "qwen2_5_vl"
-    assert not calls and len(seen) == (13 if windowed else 3), "the control: a call for each of six windows"
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_keywords_are_what_the_library_derives(name):
-    """Against the library's functions; windows come in another order, of the same tokens."""
-    tower: Any = model_of(name).vision_modules()[0]
-    grid, merge = torch.tensor(GRIDS), 2
-    keywords = tower_keywords(tower, GRIDS, CPU)
-    assert torch.equal(keywords["position_ids"], vision_utils.get_vision_position_ids(grid, merge))
-    assert torch.equal(keywords["cu_seqlens"], vision_utils.get_vision_cu_seqlens(grid))
-    assert keywords["max_seqlen"] == 256
-    if name == "qwen3_vl":
-        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-            grid, 6, mode="bilinear", align_corners=True, spatial_merge_size=merge
-        )
-        assert torch.equal(keywords["interp_indices"], indices) and torch.equal(keywords["interp_weights"], weights)
-    if name == "qwen2_5_vl":
-        index, cumulative = vision_utils.get_vision_window_index(grid, merge, 112, 14)
-        expected = [frozenset(window.tolist()) for window in index.split((cumulative.diff() // 4).tolist())]
-        of_window = (keywords["cu_window_seqlens"].diff() // 4).tolist()
-        found = [frozenset(window.tolist()) for window in keywords["window_index"].split(of_window)]
-        assert set(found) == set(expected) and len(found) == len(expected)
-        starts = np.cumsum([0, *(int(np.prod(g)) // 4 for g in GRIDS)])
-        images = np.searchsorted(starts, keywords["window_index"].numpy(), side="right")
-        assert (np.diff(images) >= 0).all(), "an image's tokens stay together for the layers that see all of it"
-
-
-def test_positions_and_windows_by_hand():
-    assert positions((1, 2, 4), 2).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1], [0, 2], [0, 3], [1, 2], [1, 3]]
-    index, lengths = windows([(1, 4, 6)], merge=2, side=2)
-    assert index.tolist() == [0, 1, 3, 4, 2, 5] and lengths == [16, 8]
-
-
-def test_the_device_is_not_asked_for_lengths_that_are_known(monkeypatch):
-    cumulative = Segments([3, 4]).cumulative(CPU)
-    monkeypatch.setattr(torch.Tensor, "tolist", None)
-    assert segments_of(cumulative).lengths == [3, 4]
-
-
-def test_lengths_of_the_library_are_read_once():
-    cumulative = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
-    assert segments_of(cumulative).lengths == [3, 4]
-    assert segments_of(cumulative) is segments_of(cumulative)
-
-
-def test_lengths_that_a_tower_counts_on_the_host_come_to_the_device(monkeypatch):
-    """As a half-precision tower on CUDA, for which the meta device stands in."""
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.is_meta))
-    called: list[Any] = []
-    monkeypatch.setattr(
-        vision, "attend_varlen", lambda flash, query, *others, **keywords: called.append(others) or query
-    )
-    states = [torch.empty(1, 2, 7, 8, dtype=torch.bfloat16, device="meta") for _ in range(3)]
-    lengths = Segments([3, 4]).cumulative(CPU)
-    by_segments(nn.Identity(), *states, None, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths)
-    [(_, _, *given, longest, _)] = called
-    assert all(tensor.is_meta for tensor in given) and longest == 4
-
-
 def test_nothing_that_changes_attention_is_dropped():
     states = [torch.randn(1, 2, 7, 8) for _ in range(3)]
     lengths = Segments([3, 4]).cumulative(CPU)
     module, known = nn.Identity(), {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths}
-    output, _ = by_segments(module, *states, None, **known, position_ids=lengths, softcap=None)
-    torch.testing.assert_close(output, per_length(*states, segments_of(lengths), None, 0.0))
     for keywords in ({"softcap": 1.0}, {"sliding_window": 2}, {"is_causal": True}, {"cu_seq_lens_k": lengths.clone()}):
         with pytest.raises(ConfigError, match=next(iter(keywords)).replace("cu_seq_lens_k", "other lengths of keys")):
             by_segments(module, *states, None, **{**known, **keywords})
-    plain, _ = by_segments(module, *states, None, is_causal=False)
-    torch.testing.assert_close(plain, scaled_dot_product_attention(*states).transpose(1, 2))
-
-
-@pytest.mark.parametrize("kernel", kernels.FLASH)
-def test_flash_attention_is_called_where_a_configuration_names_it(kernel, monkeypatch):
-    """The module itself is not here: a stand-in checks what it is called with."""
-
-    class Module:
-        @staticmethod
-        def flash_attn_varlen_func(query, key, value, *lengths, softmax_scale, causal, window_size):
-            made.append((kernel, causal, window_size))
-            output = stub(query, key, value, *lengths, scale=softmax_scale, window_size=(-1, -1), enable_gqa=False)
-            return (output, None) if kernel == "flash_attention_3" else output
-
-    made: list[Any] = []
-    monkeypatch.setattr(kernels, "import_module", {kernels.FLASH[kernel]: Module}.__getitem__)
-    query, key, value = (torch.randn(7, 2, 8) for _ in range(3))
-    segments = Segments([3, 4])
-    lengths = (segments.cumulative(CPU),) * 2
-    output = kernels.attend_varlen(kernel, query, key, value, *lengths, 4, 4, scaling=0.3, causal=False)
-    rows = [states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)]
-    torch.testing.assert_close(output[None], per_length(*rows, segments, 0.3, 0.0))
-    assert made == [(kernel, False, (-1, -1))]
-
-    config = replace_attention(Qwen2_5_VLConfig(text_config=TEXT, vision_config=VISION | {"hidden_size": 32}), kernel)
-    tower = nn.Identity()
-    tower.config = config.vision_config  # type: ignore
-    monkeypatch.setattr(vision, "takes_segments", lambda tower: True)
-    backbone: Any = nn.Identity()
-    backbone.config = config
-    vision.attend_by_segments(backbone, [tower])
-    assert config.vision_config._attn_implementation == SEGMENTS[kernel] and config._attn_implementation == kernel
-
-
-def replace_attention(config: Any, kernel: str) -> Any:
-    config._attn_implementation = kernel
-    return config
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 from contextlib import contextmanager
 from pathlib import Path
 
-import preloaded
 import pytest
 import torch
-from filelock import FileLock
 from PIL import Image
-from runs import ROOT, colour_pairs, largest_difference, short_training, text_pairs, train, words
+from runs import colour_pairs, largest_difference, short_training, text_pairs, train, words
 from samples import SAMPLES, batch_of, conversation
 from transformers import AutoProcessor
 
 from vlmrm.batching.media import blank_image
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.sweep import sweep
-from vlmrm.modeling import RewardModel, freeze, load_for_training, make_tiny
+from vlmrm.modeling import freeze, load_for_training, make_tiny
 from vlmrm.scoring import load_scorer
 
 # Of the distinct pictures in SAMPLES: red, blue, white, green, black, white and red in other sizes, yellow.
@@ -95,17 +92,6 @@ def test_scores_and_gradients_are_equal_and_hits_do_not_run_the_tower(checkpoint
             torch.testing.assert_close(cached_gradients[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
 
 
-def test_only_images_that_are_not_cached_run(checkpoint, tmp_path):
-    processor, model = AutoProcessor.from_pretrained(checkpoint), frozen(checkpoint)
-    batch = picture_batch(processor, "green", "red", "blue", "green")
-    expected = score(model, batch)
-    model.use_vision_cache(tmp_path)
-    score(model, picture_batch(processor, "red"))
-    with counted(model) as runs:
-        torch.testing.assert_close(score(model, batch), expected, atol=1e-6, rtol=0)
-    assert runs == [2]
-
-
 def test_what_is_sharded_over_ranks_is_entered_in_every_batch(tiny_checkpoint, tmp_path):
     """Under ZeRO-3 a rank whose images are all cached gathers the tower's weights with the others."""
     processor, model = AutoProcessor.from_pretrained(tiny_checkpoint), frozen(tiny_checkpoint)
@@ -147,29 +133,9 @@ def test_other_weights_types_sizes_or_pixels_are_computed(tiny_checkpoint, tmp_p
             for _ in range(2):
                 torch.testing.assert_close(score(variant, batch), expected, atol=0, rtol=0, msg=case)
         assert runs == [1], case
-    with counted(model) as runs, torch.autocast("cpu", dtype=torch.bfloat16):
-        score(model, red)
-    assert runs == [1], "autocast"
 
 
-def test_a_trained_reward_model_shares_the_features_of_its_training(tiny_checkpoint, tmp_path):
-    """The head and the language model are no part of what features depend on: a sweep runs the tower once."""
-    batch = picture_batch(AutoProcessor.from_pretrained(tiny_checkpoint), "red")
-    trained = frozen(tiny_checkpoint)
-    trained.use_vision_cache(tmp_path / "cache")
-    score(trained, batch)
-    with torch.no_grad():
-        for weight in trained.model.language_model.parameters():
-            weight.mul_(1.01)
-    trained.save_pretrained(tmp_path / "checkpoint")
-    again = frozen(tmp_path / "checkpoint")
-    again.use_vision_cache(tmp_path / "cache")
-    with counted(again) as runs:
-        torch.testing.assert_close(score(again, batch), score(trained, batch), atol=0, rtol=0)
-    assert runs == []
-
-
-@pytest.mark.parametrize("damage", ["cut", "emptied", "one byte changed", "no safetensors"])
+@pytest.mark.parametrize("damage", ["cut", "one byte changed"])
 def test_a_broken_file_is_computed_anew_with_one_warning(tiny_checkpoint, tmp_path, caplog, damage):
     batch = picture_batch(AutoProcessor.from_pretrained(tiny_checkpoint), "red", "blue")
     model = frozen(tiny_checkpoint)
@@ -179,33 +145,13 @@ def test_a_broken_file_is_computed_anew_with_one_warning(tiny_checkpoint, tmp_pa
     intact = {path: path.read_bytes() for path in stored(tmp_path)}
     for path, content in intact.items():
         last = bytes([content[-1] ^ 1])
-        broken = {"cut": content[:-4], "emptied": b"", "one byte changed": content[:-1] + last}
-        path.write_bytes(broken.get(damage, b"something else"))
+        path.write_bytes({"cut": content[:-4], "one byte changed": content[:-1] + last}[damage])
     caplog.clear()  # of what was said once a process, when the model was loaded
     with caplog.at_level(logging.WARNING, logger="vlmrm"):
         torch.testing.assert_close(score(model, batch), expected, atol=1e-6, rtol=0)
     [message] = caplog.messages
     assert "computed anew" in message and str(tmp_path) in message
     assert {path: path.read_bytes() for path in stored(tmp_path)} == intact
-
-
-def test_a_file_that_is_evicted_while_it_is_opened_is_computed_anew(tiny_checkpoint, tmp_path, caplog, monkeypatch):
-    batch = picture_batch(AutoProcessor.from_pretrained(tiny_checkpoint), "red")
-    model = frozen(tiny_checkpoint)
-    model.use_vision_cache(tmp_path)
-    expected = score(model, batch)
-    open_again = torch.UntypedStorage.from_file  # safetensors has read the header by then
-
-    def evicted(name, *arguments, **options):
-        Path(name).unlink()
-        return open_again(name, *arguments, **options)
-
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", evicted)
-    caplog.clear()
-    with counted(model) as runs:
-        torch.testing.assert_close(score(model, batch), expected, atol=1e-6, rtol=0)
-    assert runs == [1]
-    assert caplog.messages == []
 
 
 def test_a_full_cache_loses_what_was_used_longest_ago(tiny_checkpoint, tmp_path):
@@ -227,9 +173,6 @@ def test_a_full_cache_loses_what_was_used_longest_ago(tiny_checkpoint, tmp_path)
         assert len(runs) == 4, "used again, and the newest"
         score(model, batches["green"])
         assert len(runs) == 5, "used longest ago"
-
-    model.use_vision_cache(tmp_path / "all", gigabytes=limit / 2e9)
-    assert sum(path.stat().st_size for path in stored(tmp_path / "all")) <= limit / 2, "a lower limit holds at once"
 
 
 def test_a_full_disk_is_said_once_and_changes_no_score(tiny_checkpoint, tmp_path, caplog, monkeypatch):
@@ -263,76 +206,46 @@ def test_what_cannot_work_is_refused(tiny_checkpoint, tmp_path):
         model.use_vision_cache(tmp_path, gigabytes=0)
 
 
-def test_two_processes_write_and_evict_at_once(tiny_checkpoint, tmp_path):
-    program = Path(__file__).with_name("cache_writer.py")
-    command = [preloaded.python(), program, tiny_checkpoint, tmp_path]
-    writers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    for writer in writers:
-        output, errors = writer.communicate(timeout=300)
-        assert output == "equal\n", errors
-    assert not [path for path in stored(tmp_path) if path.suffix != ".safetensors"]
-
-
-def test_training_sweep_and_scorer_share_a_cache_and_give_the_same_as_without(train_here, tmp_path, monkeypatch):
+def test_training_sweep_and_scorer_share_a_cache(train_here, tmp_path):
     data = [colour_pairs(tmp_path / "data", 8), text_pairs(tmp_path / "texts", 2)]
     folder, frozen_keys = tmp_path / "cache", {"freeze_vit": True}
     plain = train_here(data, "plain", **frozen_keys)
-    with monkeypatch.context() as patch:
-        calls = []
-        run_tower = RewardModel.run_tower
-        patch.setattr(
-            RewardModel, "run_tower", lambda self, kind, media: calls.append(1) or run_tower(self, kind, media)
-        )
-        cached = train_here(data, "cached", vision_cache_dir=folder, **frozen_keys)
-        assert calls
-        calls.clear()
-        again = train_here(data, "again", vision_cache_dir=folder, check_sight=False, **frozen_keys)
-        assert not calls, "a second training finds every image"
-        assert largest_difference(plain.model_dir, cached.model_dir) < 1e-5
-        assert largest_difference(plain.model_dir, again.model_dir) < 1e-5
+    cached, again = (train_here(data, name, vision_cache_dir=folder, **frozen_keys) for name in ("cached", "again"))
+    for result in (cached, again):
+        assert largest_difference(plain.model_dir, result.model_dir) < 1e-5
 
-        keys = {
-            "model_dirs": cached.model_dir,
-            "dataset_path": data[0],
-            "vision_cache_dir": folder,
-            "interventions": "none",
-            "check_sight": False,
-        }
-        swept = sweep(words(**keys, output_file=tmp_path / "swept.csv"))
-        row = conversation("What?", "It is red.")
-        row[0]["content"].insert(0, {"type": "image", "image": str(tmp_path / "data" / "0_red.png")})
-        [score] = load_scorer(cached.model_dir, vision_cache_dir=folder, check_sight=False).score([row])
-        assert not calls, "nor do a sweep and a scorer run the tower"
-    without = sweep(words(**{**keys, "vision_cache_dir": None}, output_file=tmp_path / "without.csv"))
+    before = {path: path.stat().st_ino for path in stored(folder)}
+    keys = {"model_dirs": cached.model_dir, "dataset_path": data[0], "interventions": "none"}
+    swept, without = (
+        sweep(words(**keys, **more, output_file=tmp_path / f"{name}.csv"))
+        for name, more in (("cached", {"vision_cache_dir": folder}), ("without", {}))
+    )
     assert swept.rows[0]["average_margin"] == pytest.approx(without.rows[0]["average_margin"], abs=1e-5)
+    row = conversation("What?", "It is red.")
+    row[0]["content"].insert(0, {"type": "image", "image": str(tmp_path / "data" / "0_red.png")})
+    [score] = load_scorer(cached.model_dir, vision_cache_dir=folder).score([row])
     assert [score] == pytest.approx(load_scorer(cached.model_dir).score([row]), abs=1e-5)
+    assert {path: path.stat().st_ino for path in stored(folder)} == before, "nothing was computed again"
 
 
 def test_lora_may_cache_and_a_trained_tower_may_not(train_here, tmp_path):
     data = colour_pairs(tmp_path / "data", 4)
     train_here(data, "lora", use_peft=True, max_steps=1, vision_cache_dir=tmp_path / "cache")
     assert stored(tmp_path / "cache")
-    for keys in ({}, {"freeze_merger": True}, {"freeze_vit": True, "freeze_merger": False}):
-        with pytest.raises(
-            ConfigError, match=r"vision_cache_dir: .* set freeze_vit: true without freeze_merger: false"
-        ):
-            train_here(data, "full", vision_cache_dir=tmp_path / "cache", **keys)
+    with pytest.raises(ConfigError, match=r"vision_cache_dir: .* set freeze_vit: true"):
+        train_here(data, "full", vision_cache_dir=tmp_path / "cache")
 
 
-@pytest.mark.parametrize("engine", ["ddp", "zero3"])
-def test_ranks_that_have_different_images_cached_train_together(tmp_path, tiny_checkpoint, train_here, engine):
+def test_ranks_that_have_different_images_cached_train_together(tmp_path, tiny_checkpoint, train_here):
     """Batches of one row: while one rank finds its picture, another computes its own, and a third case has none."""
     data = [colour_pairs(tmp_path / "data", 6), text_pairs(tmp_path / "texts", 4)]
     keys = {"freeze_vit": True, "per_device_train_batch_size": 1, "dtype": "float32"}
     plain = train_here(data, "plain", gradient_accumulation_steps=2, **keys)
-    if engine == "zero3":
-        keys["deepspeed"] = ROOT / "zero3.json"
     folder = tmp_path / "cache"
-    with FileLock(ROOT / ".cache" / "deepspeed-build.lock"):  # DeepSpeed builds its operator on the first use
-        for name in ("empty", "half"):
-            arguments = short_training(tiny_checkpoint, data, tmp_path / name, vision_cache_dir=folder, **keys)
-            train(*arguments, cwd=tmp_path, processes=2)
-            assert largest_difference(plain.model_dir, tmp_path / name / "final") < 1e-4
-            assert len(stored(folder)) == 6
-            for path in sorted(stored(folder))[::2]:
-                path.unlink()
+    for name in ("empty", "half"):
+        arguments = short_training(tiny_checkpoint, data, tmp_path / name, vision_cache_dir=folder, **keys)
+        train(*arguments, cwd=tmp_path, processes=2)
+        assert largest_difference(plain.model_dir, tmp_path / name / "final") < 1e-4
+        assert len(stored(folder)) == 6
+        for path in sorted(stored(folder))[::2]:
+            path.unlink()

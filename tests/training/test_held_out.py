@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pandas as pd
-import pytest
 from runs import colour_pairs
 
 from vlmrm.data.arguments import DataArguments
-from vlmrm.data.canonical import HELD_OUT, canonical, write_held_out
+from vlmrm.data.canonical import HELD_OUT, canonical
 from vlmrm.data.comparisons import load_comparisons, load_train_and_eval
-from vlmrm.data.rows import read_row
-from vlmrm.errors import ConfigError
 from vlmrm.evaluation.sweep import sweep
 
 KEYS = {"eval_fraction": 0.25, "split_seed": 3}
@@ -32,17 +28,3 @@ def test_held_out_rows_can_be_evaluated_from_anywhere(train_here, tmp_path, monk
     sweep(["--model_dirs", str(tmp_path / "out/final"), "--dataset_path", file, "--interventions", "none"])
     scored = pd.read_parquet(next(Path.cwd().rglob("*.scores.parquet")))
     assert set(scored["comparison_id"]) == {row.id for row in expected}
-    with pytest.raises(ConfigError, match="eval_dataset_path is a key of training"):
-        sweep(["--model_dirs", "out", "--dataset_path", file, "--eval_fraction", "0.05", "--eval_dataset_path", "no"])
-
-
-def test_rows_without_a_canonical_form_do_not_end_the_training(tmp_path, caplog):
-    row = read_row({"prompt": "?", "response_a": "a", "response_b": "b", "winner": "b", "ranks": 1}, "1", str)
-
-    class Rows(list):
-        def __getitem__(self, index):
-            return {"comparison": [row]}
-
-    with caplog.at_level(logging.WARNING):
-        write_held_out(Rows([0]), tmp_path)
-    assert f"{tmp_path / HELD_OUT} is not written: row 1: " in caplog.text and not (tmp_path / HELD_OUT).exists()

@@ -97,17 +97,12 @@ def test_a_few_layers_tell_the_memory_of_all(opened, tiny_checkpoint, tmp_path, 
     config["vision_config"]["depth"] = 5
     (deep / "config.json").write_text(json.dumps(config))
     arguments = opened(deep)
-    traces = []
-    trace = memory.trace_step
-    monkeypatch.setattr(
-        memory, "trace_step", lambda *given, **more: traces.append(trace(*given, **more)) or traces[-1]
-    )
-    monkeypatch.setattr(memory, "FEW", 2)
-    estimate = estimate_memory(arguments[0], 1, *arguments[1:])
-    monkeypatch.setattr(memory, "FEW", 7)
-    whole = estimate_memory(arguments[0], 1, *arguments[1:])
-    assert len(traces) == 4 and traces[-1] > 1.5 * traces[0]
-    assert estimate.rest == pytest.approx(whole.rest, rel=0.01)
+    estimates = []
+    for layers in (2, 7):
+        monkeypatch.setattr(memory, "FEW", layers)
+        estimates.append(estimate_memory(arguments[0], 1, *arguments[1:]))
+    of_few, of_all = estimates
+    assert of_few.rest == pytest.approx(of_all.rest, rel=0.01)
 
 
 def test_layers_that_are_not_checkpointed_keep_their_activations(opened):
@@ -151,13 +146,3 @@ def test_a_quantized_language_model_is_counted_in_4_bits_and_nothing_else(opened
         if ".language_model.layers." in name and "_proj." in name and name.endswith("base_layer.weight")
     )
     assert bits / linear == pytest.approx(32 - 4.127, abs=0.001)  # Dettmers et al. 2023, section 3
-
-
-def test_a_model_that_cannot_be_traced_is_estimated_without_activations(opened, monkeypatch, caplog):
-    def fail(*args: Any, **keys: Any) -> int:
-        raise NotImplementedError("aten.mystery")
-
-    monkeypatch.setattr(memory, "trace_step", fail)
-    run, *rest = opened()
-    assert estimate_memory(run, 1, *rest) == estimate_memory(run, 1)
-    assert "cannot be traced (aten.mystery)" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -81,27 +80,15 @@ def targets(mixture, **keys):
     return config.target_modules, config.target_parameters
 
 
-def test_experts_and_routers_are_adapted_where_they_are_named(mixture, tiny_checkpoint, caplog):
-    with caplog.at_level(logging.INFO, "vlmrm"):
-        assert targets(mixture)[1] is None
-    assert f"LoRA leaves the experts as they are ({2 * LAYERS} tensors): lora_experts: true adapts" in caplog.text
-    assert "load_in_4bit leaves" not in caplog.text
-    targets(mixture, load_in_4bit=True)
-    assert f"load_in_4bit leaves the experts as they are ({2 * LAYERS} tensors)" in caplog.text
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "vlmrm"):
-        experts = targets(mixture, lora_experts=True)[1]
-        assert "LoRA leaves" not in caplog.text
-        targets(tiny_checkpoint)
-        assert "LoRA leaves" not in caplog.text
-    assert experts == [
-        f"model.language_model.layers.{i}.mlp.experts.{name}"
-        for i in range(LAYERS)
-        for name in ("gate_up_proj", "down_proj")
-    ]
+def test_experts_and_routers_are_adapted_by_name(mixture):
+    def of_each_layer(*names: str) -> list[str]:
+        return [f"model.language_model.layers.{i}.mlp.{name}" for i in range(LAYERS) for name in names]
+
+    assert targets(mixture)[1] is None
+    assert targets(mixture, lora_experts=True)[1] == of_each_layer("experts.gate_up_proj", "experts.down_proj")
     layers, routers = targets(mixture, lora_target_modules=["gate", "q_proj"])
     assert layers.endswith(r"\.q_proj")
-    assert routers == [f"model.language_model.layers.{i}.mlp.gate.weight" for i in range(LAYERS)]
+    assert routers == of_each_layer("gate.weight")
 
 
 @pytest.mark.parametrize(
@@ -114,8 +101,3 @@ def test_experts_and_routers_are_adapted_where_they_are_named(mixture, tiny_chec
 def test_what_cannot_be_adapted_is_refused(mixture, keys, message):
     with pytest.raises(ConfigError, match=message):
         targets(mixture, **keys)
-
-
-def test_a_model_without_experts_has_none_to_adapt(tiny_checkpoint):
-    with pytest.raises(ConfigError, match="lora_experts: Qwen2_5_VLTextModel has no tensors of experts"):
-        targets(tiny_checkpoint, lora_experts=True)

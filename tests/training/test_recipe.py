@@ -11,7 +11,7 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.training import train
 from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
-from vlmrm.training.recipe import DataFacts, Machine, choose_method, configuration, default_model, facts_of_data
+from vlmrm.training.recipe import DataFacts, Machine, choose_method, configuration, facts_of_data
 
 DATA = DataFacts(("pairs.jsonl",), rows=20_000, images=True, held_out=0.05)
 SMALL, MIDDLE, LARGE = 3.8e9, 8.3e9, 73e9  # parameters
@@ -37,15 +37,11 @@ COUNTS = (("many", 1000), ("some", 300), ("few", 33))  # of prompts
     ("machine", "parameters", "method"),
     [
         (gpus(1, 24), SMALL, "LoRA"),
-        (gpus(1, 24), MIDDLE, "LoRA"),
         (gpus(1, 16), MIDDLE, "QLoRA"),
         (gpus(1, 80), SMALL, "LoRA"),  # 61 GB of weights and optimizer leave too little for activations
         (gpus(1, 141), SMALL, "whole"),
         (gpus(4, 80), SMALL, "whole with ZeRO-2"),
-        (gpus(8, 80), MIDDLE, "whole with ZeRO-2"),
         (gpus(4, 48), MIDDLE, "whole with ZeRO-3"),
-        (gpus(8, 24), LARGE / 10, "whole with ZeRO-3"),
-        (gpus(2, 24), MIDDLE, "LoRA"),
         (gpus(4, 80, deepspeed=False), SMALL, "LoRA"),
         (gpus(8, 80), LARGE, "QLoRA"),
         (CPU, SMALL, "LoRA"),
@@ -64,10 +60,6 @@ def test_a_model_that_does_not_fit_is_refused_by_its_size():
         choose_method(LARGE, gpus(1, 80, quantization=False))
 
 
-def test_a_cpu_without_bfloat16_computes_float32():
-    assert written(CPU)["bf16"] is False and written(gpus(1, 24))["bf16"] is True
-
-
 def test_several_gpus_are_launched_together_and_share_a_step():
     values = written(gpus(8, 80))
     assert "./run_distributed.sh --gpus 8 --config mine.yaml" in configuration(
@@ -80,10 +72,6 @@ def test_several_gpus_are_launched_together_and_share_a_step():
 def test_images_are_limited_to_what_the_machine_computes():
     assert written(gpus(1, 24))["max_pixels"] == 512 * 28 * 28
     assert "max_pixels" not in written(gpus(1, 24), data=DataFacts(("p",), 1000, False, 0.05))
-
-
-def test_the_default_model_is_one_that_the_machine_trains():
-    assert "3B" in default_model(gpus(1, 24)) and "7B" in default_model(gpus(8, 80))
 
 
 @pytest.mark.parametrize("machine", [gpus(1, 24), gpus(1, 10), gpus(8, 80), CPU], ids=str)

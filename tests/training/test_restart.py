@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from vlmrm.errors import CheckpointError, ConfigError
-from vlmrm.modeling import verify_complete, write_complete
+from vlmrm.modeling import write_complete
 from vlmrm.training import folder as folders
 from vlmrm.training.folder import check_unlocked, choose_restart, mend, output_lock, rotate, set_aside
 
@@ -70,21 +69,6 @@ def test_what_was_complete_is_kept_beside_the_run_or_refused_where_nothing_older
     assert (tmp_path / "damaged-checkpoint-8/model.safetensors").read_text() == "model.safetensors of 8"
 
 
-def test_an_older_checkpoint_that_lost_a_file_is_set_aside_without_reading_every_byte(tmp_path, monkeypatch):
-    older, newest = checkpoint(tmp_path, 4), checkpoint(tmp_path, 8)
-    (older / "optimizer.pt").unlink()
-    read = []
-
-    def verify(folder: Path, hashed: bool = True) -> Any:
-        read.extend([folder] if hashed else [])
-        return verify_complete(folder, hashed=hashed)
-
-    monkeypatch.setattr(folders, "verify_complete", verify)
-    restart = choose_restart(arguments(tmp_path))
-    assert restart.checkpoint == newest and list(restart.broken) == [older]
-    assert read == [newest]
-
-
 def test_a_run_that_ends_while_it_deletes_a_checkpoint_leaves_nothing_to_trip_over(tmp_path, monkeypatch):
     for step in (2, 4, 6):
         checkpoint(tmp_path, step)
@@ -133,14 +117,3 @@ def test_a_held_folder_is_refused_with_the_name_of_the_process_that_holds_it(tmp
                 hold()
     check_unlocked(tmp_path)
     assert not (tmp_path / folders.OWNER).exists()
-
-
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
-    def flock(*args):
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    for _ in range(2):  # nothing is left behind that would refuse the next
-        with caplog.at_level("WARNING", "vlmrm"), output_lock(arguments(tmp_path)):
-            assert "has no file locks" in caplog.text
-    assert (tmp_path / ".training.lock").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import av
 import numpy as np
@@ -22,12 +22,10 @@ from runs import (
     write_rows,
 )
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForSequenceClassification
 
 from vlmrm import evaluate
 from vlmrm.data.arguments import INPUT_KEYS, DataArguments
 from vlmrm.data.comparisons import load_comparisons
-from vlmrm.errors import ConfigError
 from vlmrm.modeling import load_checkpoint, verify_complete
 from vlmrm.scoring.scorer import LocalScorer
 
@@ -88,14 +86,6 @@ def test_adapters_and_head_are_all_that_lora_trains(train_here, tiny_checkpoint,
     assert all(torch.equal(base[name], inside[name]) for name in same)
 
 
-def test_the_same_seed_gives_the_same_head_and_another_seed_another(train_here, tmp_path, data):
-    # The head is made when the checkpoint is opened, before the trainer sets its seed.
-    for name, seed in {"a": 1, "b": 1, "c": 2}.items():
-        train_here(data, name, seed=seed, learning_rate=0.0, max_steps=1)
-    assert_equal_weights(tmp_path / "a" / "final", tmp_path / "b" / "final")
-    assert largest_difference(tmp_path / "a" / "final", tmp_path / "c" / "final") > 1e-3
-
-
 def test_the_log_speaks_trl(train_here, tmp_path, data):
     train_here(data, save_steps=5, use_irrelevant_queries=True, center_rewards_coefficient=0.01)
     history = json.loads((tmp_path / "out/checkpoint-5/trainer_state.json").read_text())["log_history"]
@@ -152,17 +142,6 @@ def one_step(train_here, tmp_path):
     return run
 
 
-def test_margins_and_contradictions_are_told_before_training(train_here, tmp_path, capsys):
-    rows = [
-        {"prompt": "What?", "chosen": "Yes.", "rejected": "No.", "margin": 0.5},
-        {"prompt": "What?", "chosen": "No.", "rejected": "Yes.", "margin": 2.0},
-    ]
-    train_here(write_rows(tmp_path / "rows.jsonl", rows), max_steps=1)
-    log = capsys.readouterr().err
-    assert "2 margins from 0.5 to 2, median 1.25, which the loss subtracts: of 2 rows read" in log
-    assert "1 of 2 rows read have the prompt and answers of an earlier one with another order" in log
-
-
 def test_margin_and_weight_enter_the_loss_as_written(one_step, tmp_path):
     margins, row_weights = [0.0, 0.5, 2.0], [1.0, 3.0, 0.5]
     path = colour_pairs(tmp_path / "data", 3, margin=margins, weight=row_weights)
@@ -185,19 +164,6 @@ def test_a_tie_is_lost_by_any_difference(one_step, tmp_path, threshold):
     assert loss == pytest.approx(expected, rel=1e-5)
 
 
-def test_centring_adds_the_squared_sum_of_rewards(one_step, tmp_path):
-    loss, scores = one_step(colour_pairs(tmp_path / "data", 3), center_rewards_coefficient=0.5)
-    fit = -logsigmoid(scores[:, 0] - scores[:, 1]).mean()
-    assert loss == pytest.approx((fit + 0.5 * (scores.sum(1) ** 2).mean()).item(), rel=1e-5)
-
-
-def test_activation_checkpointing_changes_no_loss(train_here, tmp_path, data):
-    for name, on in {"off": False, "on": True}.items():
-        train_here(data, name, gradient_checkpointing=on, save_steps=5)
-    off, on = (logged(tmp_path / name / "checkpoint-5", "loss") for name in ("off", "on"))
-    assert on == pytest.approx(off, rel=1e-5)
-
-
 def test_bfloat16_trains_float32_weights(train_here, tmp_path, data):
     result = train_here(data, bf16=True, max_steps=8, learning_rate=3e-3, save_steps=8)
     losses = logged(tmp_path / "out/checkpoint-8", "loss")
@@ -205,15 +171,12 @@ def test_bfloat16_trains_float32_weights(train_here, tmp_path, data):
     assert {value.dtype for value in weights(result.model_dir).values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("has_bfloat16", [True, False])
-def test_bfloat16_on_a_cpu_without_it_is_said(train_here, data, monkeypatch, capsys, has_bfloat16):
+def test_bfloat16_on_a_cpu_without_it_is_said(train_here, data, monkeypatch, capsys):
     """It is 15 times slower there than float32."""
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": has_bfloat16, "amx_tile": False})
-    train_here(data, "half", bf16=True, max_steps=1)
-    assert ("--bf16 false" in capsys.readouterr().err) == (not has_bfloat16)
-    train_here(data, "whole", bf16=False, max_steps=1)
-    assert "bf16" not in capsys.readouterr().err
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bf16": False, "amx_tile": False})
+    train_here(data, bf16=True, max_steps=1)
+    assert "--bf16 false" in capsys.readouterr().err
 
 
 def test_the_best_checkpoint_is_kept_and_saved_as_best(train_here, tmp_path, data):
@@ -262,13 +225,6 @@ def test_rows_that_cannot_be_used_are_counted_and_listed_by_id(train_here, tmp_p
     assert sum(logged(tmp_path / "out/checkpoint-2", "dropped_rows")) == 2
 
 
-def test_huggingface_opens_what_training_saved(train_here, data):
-    result = train_here(data, max_steps=1)
-    model, report = AutoModelForSequenceClassification.from_pretrained(result.model_dir, output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert model.config.num_labels == 1
-
-
 def test_wandb_reports_without_a_network(train_here, tmp_path, data, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     for kind in ("", "CACHE_", "CONFIG_", "DATA_"):
@@ -297,26 +253,6 @@ def test_a_token_budget_changes_no_loss(train_here, tmp_path, data, batching):
     for name in ("loss", "loss_irrelevant", "accuracy", "margin", "mean_reward", "grad_norm"):
         assert logged(parts, name) == pytest.approx(logged(unsplit, name), rel=1e-4, abs=1e-6), name
     assert largest_difference(unsplit, parts) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("metric", "says"),
-    [("acuracy", "did you mean accuracy"), ("eval_margn", "did you mean margin"), ("x", "choose from")],
-)
-def test_a_best_metric_that_no_evaluation_has_is_refused_at_once(train_here, tmp_path, metric, says):
-    keys = {"eval_fraction": 0.5, "eval_strategy": "steps", "metric_for_best_model": metric}
-    with pytest.raises(ConfigError, match=says):
-        train_here(colour_pairs(tmp_path / "p", 4), **keys)
-
-
-def test_a_finished_training_that_is_resumed_says_that_nothing_was_left(train_here, tmp_path):
-    data = colour_pairs(tmp_path / "p", 4)
-    keys = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    train_here(data, **keys)
-    train_here(data, **keys, resume_from_checkpoint="auto")
-    logged = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
-    assert "checkpoint-1 was the last step of this training already" in logged
-    assert not (tmp_path / "out/checkpoint-2").exists(), "no step beyond max_steps"
 
 
 def moving_square(path, seconds: int) -> str:
@@ -364,18 +300,8 @@ def test_a_checkpoint_is_scored_by_the_input_of_its_training(train_here, tmp_pat
         assert any(changed), f"{key} changes no score"
 
 
-def test_a_key_of_the_data_is_kept_or_changes_no_score():
-    of_rows = ("columns", "images", "image_root", "path_rewrites", "bad_rows", "streaming", "shuffle_buffer")
-    of_sets = ("path", "split", "weights")
-    rest = {*of_rows, *(f"dataset_{name}" for name in of_sets), "eval_dataset_path", "eval_dataset_split"}
-    rest |= {"eval_fraction", "split_seed", "max_train_samples", "max_eval_samples"}
-    assert {field.name for field in fields(DataArguments)} == INPUT_KEYS.keys() | rest
-
-
 def test_another_input_than_the_training_s_is_logged(caplog):
     trained = DataArguments(video_fps=0.5, max_seq_length=100).input_record()
     assert DataArguments().as_trained(trained).video_fps == 0.5
-    assert not caplog.records
     assert DataArguments(video_fps=2.0, max_seq_length=50).as_trained(trained).video_fps == 2.0
-    [line] = caplog.messages
-    assert line.startswith("video_fps is 2.0, and the model was trained with 0.5")
+    assert "video_fps is 2.0, and the model was trained with 0.5" in caplog.text
