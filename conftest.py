@@ -13,7 +13,7 @@ import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["two_speeds"]
+pytest_plugins = ["tests.two_speeds"]
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("WANDB__SERVICE_WAIT", "300")  # seconds that its process may take to start
@@ -123,8 +123,7 @@ def tiny_reward_model(shared_folder, tiny_checkpoint) -> Path:
 @pytest.fixture
 def train_here(tmp_path, tiny_checkpoint, monkeypatch):
     """`train_here(data, name="out", **keys)` trains shortly in this process; `tmp_path / name` is its folder."""
-    from runs import short_training
-
+    from tests.runs import short_training
     from vlmrm.training import train
 
     monkeypatch.chdir(tmp_path)

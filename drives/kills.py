@@ -24,12 +24,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
-from preloaded import preload
-from runs import colour_lists, short_training
-
+from tests.preloaded import preload
+from tests.runs import colour_lists, short_training
 from vlmrm import cli
 from vlmrm.logs import say
 

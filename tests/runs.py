@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import preloaded
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+
+from tests import preloaded
 
 ROOT = Path(__file__).resolve().parents[1]
 COLOURS = ("red", "green", "blue", "yellow", "black", "white")

@@ -10,7 +10,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import preloaded
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
@@ -19,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import BENCHMARKS, flops, harness
 from benchmarks.contest import Contest
 from benchmarks.shapes import Pair, candidates, configuration, training
+from tests import preloaded
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = Path(os.environ.get("VLMRM_TEST_DATA", ROOT.parent / "shared" / "data"))

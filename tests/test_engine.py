@@ -7,8 +7,8 @@ import random
 import pandas as pd
 import pytest
 import torch
-from runs import colour_lists, colour_pairs, text_pairs
 
+from tests.runs import colour_lists, colour_pairs, text_pairs
 from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_benchmarks import DATA
 from transformers import AutoConfig
 
 from benchmarks.gpu import __main__ as verb
@@ -18,6 +17,7 @@ from benchmarks.gpu.models import real_configuration
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.running import ContextLost, Run
 from benchmarks.harness import Skipped, row
+from tests.test_benchmarks import DATA
 from vlmrm.modeling import kernels as ours
 from vlmrm.modeling import kernels as vlmrm_kernels
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from datasets import Dataset, DatasetDict
 from PIL import Image
-from runs import SHORT, assert_equal_weights, colour_pairs, logged
 
 import vlmrm
+from tests.runs import SHORT, assert_equal_weights, colour_pairs, logged
 from vlmrm import RewardConfig, RewardTrainer, evaluate, load_scorer, train
 from vlmrm.errors import ConfigError, DataError
 

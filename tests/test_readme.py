@@ -17,13 +17,13 @@ import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import preloaded
 import pytest
 import yaml
 from PIL import Image
-from runs import SHORT, write_rows
-from runs import words as as_words
 
+from tests import preloaded
+from tests.runs import SHORT, write_rows
+from tests.runs import words as as_words
 from vlmrm import cli, load_scorer
 from vlmrm.config import parse
 from vlmrm.conversation import text_of

@@ -19,8 +19,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import preloaded
 import pytest
+
+from tests import preloaded
 
 HERE = Path(__file__).resolve().parent
 LISTED = HERE / "durations.txt"

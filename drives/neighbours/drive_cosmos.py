@@ -13,8 +13,8 @@ import torch
 from checks import Case, drawn, line, main, raised
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests/serving/protocols"))
-import cosmos_trainer
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.serving.protocols import cosmos_trainer
 
 PATIENCE_S = 30
 DRAW = "Draw a colour."

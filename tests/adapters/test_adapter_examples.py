@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import trl
-from frameworks import import_file
 from PIL import Image
-from runs import ROOT
 
+from tests.adapters.frameworks import import_file
+from tests.runs import ROOT
 from vlmrm.adapters.trl_reward import TRLReward, TRLRewardSet
 from vlmrm.scoring import load_scorer
 

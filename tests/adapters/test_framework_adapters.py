@@ -14,11 +14,11 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-import sent_media
 import torch
-from frameworks import ADAPTERS, RewardManagerBase, import_file, install, verl_sample
 from PIL import Image as Pillow
 
+from tests.adapters.frameworks import ADAPTERS, RewardManagerBase, import_file, install, verl_sample
+from tests.serving import sent_media
 from vlmrm.adapters.flow_factory_reward import GroupwiseReward, PointwiseReward
 from vlmrm.adapters.openrlhf_reward import OpenRLHFReward, Unscored
 from vlmrm.adapters.plain import Reward

@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import yaml
-from frameworks import RewardManagerBase, import_file, install
 from PIL import Image
-from runs import ROOT
 
+from tests.adapters.frameworks import RewardManagerBase, import_file, install
+from tests.runs import ROOT
 from vlmrm.rewards import RewardSet
 from vlmrm.scoring import load_scorer
 

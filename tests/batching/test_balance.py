@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from conversations import rated
 from PIL import Image as Pillow
-from runs import colour_lists, logged
 
+from tests.conversations import rated
+from tests.runs import colour_lists, logged
 from vlmrm.batching.balance import BalancedBatches, estimated_cost, estimated_costs
 from vlmrm.conversation import Comparison, Image, Message
 from vlmrm.errors import RowError

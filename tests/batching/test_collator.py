@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conversations import rated
 from PIL import Image as Pillow
 from transformers import AutoProcessor
 
+from tests.conversations import rated
 from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.batching.collator import OverlongError
 from vlmrm.conversation import Comparison, Image, Judgement, Message

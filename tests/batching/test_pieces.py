@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from conversations import rated
-from families.reference import rounding_nowhere
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image as Pillow
-from test_shared import CASES, in_type, size_of
 
+from tests.batching.test_shared import CASES, in_type, size_of
+from tests.conversations import rated
+from tests.families.reference import rounding_nowhere
 from vlmrm.batching import ComparisonCollator
 from vlmrm.batching.pieces import cheapest_runs, shared_costs
 from vlmrm.conversation import Comparison, Image, Message

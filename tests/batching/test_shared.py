@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from families.reference import rounding_nowhere
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import get_peft_model
 from PIL import Image
 from transformers import AutoProcessor
 
+from tests.families.reference import rounding_nowhere
 from vlmrm.batching.shared import PackedLayout, SharedBatcher, path_positions
 from vlmrm.batching.tree import common_prefix, grow
 from vlmrm.errors import ConfigError

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import datasets
 import pytest
-from conversations import references
 from PIL import Image
 
+from tests.conversations import references
 from vlmrm import cli
 from vlmrm.config import parse
 from vlmrm.conversation import text_of

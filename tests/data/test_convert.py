@@ -10,9 +10,9 @@ from pathlib import Path
 
 import datasets
 import pytest
-from conversations import references
 from PIL import Image
 
+from tests.conversations import references
 from vlmrm import cli
 from vlmrm.conversation import Comparison, media_of
 from vlmrm.data.arguments import DataArguments

@@ -17,9 +17,9 @@ from typing import Any
 
 import datasets
 import pytest
-from conversations import png, references
 from PIL import Image
 
+from tests.conversations import png, references
 from vlmrm import cli
 from vlmrm.conversation import Comparison, Message, Part, Text, text_of
 from vlmrm.data.arguments import DataArguments

@@ -4,8 +4,8 @@ import json
 from collections import Counter
 
 import pytest
-from conversations import references
 
+from tests.conversations import references
 from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons

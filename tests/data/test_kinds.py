@@ -16,8 +16,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.feather as feather
 import pytest
-from conversations import png, references
 
+from tests.conversations import png, references
 from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons

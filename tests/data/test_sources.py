@@ -9,9 +9,9 @@ from pathlib import Path
 
 import datasets
 import pytest
-from conversations import png, references
 from torch.utils.data import DataLoader
 
+from tests.conversations import png, references
 from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons, load_train_and_eval, split_held_out

@@ -8,7 +8,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from filelock import FileLock
-from runs import (
+
+from tests.runs import (
     ROOT,
     assert_equal_weights,
     colour_lists,

@@ -9,7 +9,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import (
+
+from tests.runs import (
     assert_equal_weights,
     colour_lists,
     colour_pairs,
@@ -23,7 +24,6 @@ from runs import (
     words,
     write_rows,
 )
-
 from vlmrm.errors import CheckpointError, ConfigError, Interrupted, Preempted
 from vlmrm.modeling import make_tiny
 from vlmrm.training.arguments import RewardTrainingArguments

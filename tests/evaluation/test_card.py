@@ -9,8 +9,8 @@ import shutil
 import pytest
 from huggingface_hub import ModelCard
 from PIL import Image
-from scored import results_of, scored
 
+from tests.evaluation.scored import results_of, scored
 from vlmrm import cli
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.evaluation.card import write_card

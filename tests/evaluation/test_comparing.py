@@ -7,9 +7,9 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from pair_frames import pair_frame
 from scipy.stats import ttest_1samp
 
+from tests.pair_frames import pair_frame
 from vlmrm.errors import DataError
 from vlmrm.measures.differences import chance_of_largest, compare
 

@@ -6,9 +6,9 @@ import math
 
 import pandas as pd
 import pytest
-from conversations import references
-from runs import colour_lists, colour_pairs, text_pairs
 
+from tests.conversations import references
+from tests.runs import colour_lists, colour_pairs, text_pairs
 from vlmrm.batching import ComparisonCollator
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from scored import scored
 
 from benchmarks.browser import CHROMIUM, Browser
+from tests.evaluation.scored import scored
 from vlmrm.evaluation.report import build_report, explorer
 from vlmrm.evaluation.report.checkpoints import percent, split
 from vlmrm.evaluation.report.explorer import pack_pairs

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from pair_frames import pair_frame
 
 from benchmarks.browser import CHROMIUM, Browser
+from tests.pair_frames import pair_frame
 from vlmrm import cli
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.leaderboard import build_leaderboard, leaderboard, page

@@ -10,11 +10,11 @@ from pathlib import Path
 import datasets
 import pandas as pd
 import pytest
-from conversations import rated
-from pictures import picture
 from PIL import Image as Pillow
-from runs import colour_pairs, words, write_rows
 
+from tests.conversations import rated
+from tests.evaluation.pictures import picture
+from tests.runs import colour_pairs, words, write_rows
 from vlmrm import cli
 from vlmrm.conversation import Comparison, Image, Message, Video
 from vlmrm.data.arguments import DataArguments

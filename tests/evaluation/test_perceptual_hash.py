@@ -6,9 +6,9 @@ import io
 
 import numpy as np
 import pytest
-from pictures import picture
 from PIL import Image, ImageEnhance
 
+from tests.evaluation.pictures import picture
 from vlmrm.data import duplicates as module
 from vlmrm.data.duplicates import RADIUS, near_pairs, perceptual_hash
 

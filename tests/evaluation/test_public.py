@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from conversations import references
 from datasets import Dataset
 
+from tests.conversations import references
 from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, DataError, RowError

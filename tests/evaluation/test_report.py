@@ -16,8 +16,8 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 import pytest
-from scored import scored
 
+from tests.evaluation.scored import scored
 from vlmrm import cli
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.choosing import Criterion

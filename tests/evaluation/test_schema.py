@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 import pytest
-from scored import results_of, scored
 
+from tests.evaluation.scored import results_of, scored
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.schema import (
     SCHEMA_VERSION,

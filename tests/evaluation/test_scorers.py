@@ -12,13 +12,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from answer_length import score as served_score
 from huggingface_hub import constants
-from judge_server import JudgeServer, completion, error
 from PIL import Image
-from runs import colour_pairs, text_pairs, words, write_rows
-from services import fake, served
-from tiny_clip import save_checkpoint
 from transformers import (
     AutoModelForSequenceClassification,
     AutoProcessor,
@@ -29,6 +24,11 @@ from transformers import (
     Qwen3_5ForSequenceClassification,
 )
 
+from tests.rewards.built_in.tiny_clip import save_checkpoint
+from tests.rewards.judges.judge_server import JudgeServer, completion, error
+from tests.runs import colour_pairs, text_pairs, words, write_rows
+from tests.serving.answer_length import score as served_score
+from tests.serving.services import fake, served
 from vlmrm import load_scorer
 from vlmrm.conversation import Comparison, Conversation, text_of
 from vlmrm.data.arguments import DataArguments

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pair_frames import pair_frame
 from scipy.stats import norm
 
+from tests.pair_frames import pair_frame
 from vlmrm.evaluation.choosing import Criterion, contributions, without_luck
 from vlmrm.measures.intervals import Mean
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from filelock import FileLock
-from runs import text_pairs, words
 
+from tests.runs import text_pairs, words
 from vlmrm import cli
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import BelowThreshold, ConfigError, DataError

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from checkpoints import own_scores, scale_head
 from filelock import FileLock
-from runs import colour_pairs, finish, square, start, words, write_rows
 
+from tests.evaluation.checkpoints import own_scores, scale_head
+from tests.runs import colour_pairs, finish, square, start, words, write_rows
 from vlmrm import cli
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import data_fingerprint, load_train_and_eval

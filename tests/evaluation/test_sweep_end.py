@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import own_scores, scale_head
-from runs import colour_pairs, finish, start, words, write_rows
 
+from tests.evaluation.checkpoints import own_scores, scale_head
+from tests.runs import colour_pairs, finish, start, words, write_rows
 from vlmrm import cli
 from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, VlmrmError
 from vlmrm.evaluation import evaluate as evaluate_module

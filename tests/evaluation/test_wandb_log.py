@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from scored import scored
 
+from tests.evaluation.scored import scored
 from vlmrm import cli
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.report import log_report

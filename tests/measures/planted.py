@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
-from pair_frames import pair_frame
 
+from tests.pair_frames import pair_frame
 from vlmrm.measures.audit import audit
 
 Rng = np.random.Generator

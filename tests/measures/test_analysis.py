@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-from pair_frames import list_frame, pair_frame
 
+from tests.pair_frames import list_frame, pair_frame
 from vlmrm.errors import ConfigError
 from vlmrm.measures import metrics, statistics
 from vlmrm.measures.analysis import analyse, figures, metric

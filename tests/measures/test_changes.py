@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from conversations import references
 from PIL import Image as Pillow
 
+from tests.conversations import references
 from vlmrm.conversation import Comparison, Image, Judgement, Message, Text, Video, VideoOptions, media_of, text_of
 from vlmrm.data.media import open_image, open_video
 from vlmrm.errors import ConfigError

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from conversations import references
 from PIL import Image as Pillow
 
+from tests.conversations import references
 from vlmrm.data.rows import read_row
 from vlmrm.measures.donors import donors_of
 

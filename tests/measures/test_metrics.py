@@ -8,8 +8,8 @@ import sys
 
 import numpy as np
 import pytest
-from conversations import rated
 
+from tests.conversations import rated
 from vlmrm.evaluation.results import table_figures
 from vlmrm.measures.analysis import figures, trl_summary
 from vlmrm.measures.metrics import distribution

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pair_frames import list_frame, pair_frame
 
+from tests.pair_frames import list_frame, pair_frame
 from vlmrm.conversation import Comparison, Judgement, Message
 from vlmrm.errors import DataError
 from vlmrm.measures.pairs import (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pair_frames import pair_frame
-from planted import GUILTY, INNOCENT, Planted, trial, truth_of
 
+from tests.measures.planted import GUILTY, INNOCENT, Planted, trial, truth_of
+from tests.pair_frames import pair_frame
 from vlmrm.measures.audit import Finding, audit, holm
 
 SEEDS = 8

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pair_frames import pair_frame
 from scipy.stats import spearmanr
 
+from tests.pair_frames import pair_frame
 from vlmrm.errors import DataError
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.metrics import METRICS

@@ -6,10 +6,10 @@ import math
 
 import numpy as np
 import pytest
-from pair_frames import pair_frame
 from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 
+from tests.pair_frames import pair_frame
 from vlmrm.measures.analysis import figures
 from vlmrm.measures.statistics import AtEqualStyle, markup
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from huggingface_hub import constants
 from peft import get_peft_model
-from runs import colour_pairs
 from safetensors.torch import load_file, save_file
-from samples import save_adapter, scores
 
+from tests.modeling.samples import save_adapter, scores
+from tests.runs import colour_pairs
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling import (
     ModelArguments,

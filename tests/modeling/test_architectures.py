@@ -8,7 +8,6 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from samples import scores, tiny_llava
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -16,6 +15,7 @@ from transformers import (
     AutoProcessor,
 )
 
+from tests.modeling.samples import scores, tiny_llava
 from vlmrm.modeling import families, load_for_training, make_tiny, reward_model
 from vlmrm.modeling.tiny import ARCHITECTURES
 

@@ -8,13 +8,13 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
-import preloaded
 import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
-from samples import scores
 
+from tests import preloaded
+from tests.modeling.samples import scores
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling import (
     load_checkpoint,

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families.reference import rounding_nowhere
-from mixtures import CHOICES, EXPERTS, make_tiny_mixture
 from transformers import AutoProcessor
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
 from tests.batching.test_shared import CASES, in_type
+from tests.families.reference import rounding_nowhere
+from tests.mixtures import CHOICES, EXPERTS, make_tiny_mixture
 from vlmrm.errors import ConfigError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling import batcher_for, load_for_training

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from samples import save_adapter
 
+from tests.modeling.samples import save_adapter
 from vlmrm import cli, load_scorer
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.export import export

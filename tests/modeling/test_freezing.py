@@ -7,9 +7,9 @@ import weakref
 import pytest
 import torch
 from peft import get_peft_model
-from samples import SAMPLES, batch_of
 from transformers import AutoProcessor
 
+from tests.modeling.samples import SAMPLES, batch_of
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import ModelArguments, freeze, load_for_training, lora_config
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from samples import SAMPLES, scores
 from transformers import AutoProcessor
 
+from tests.modeling.samples import SAMPLES, scores
 from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling import batcher_for, load_for_training
 from vlmrm.modeling.attention import prune_last_layer

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from samples import save_adapter, scores
 
+from tests.modeling.samples import save_adapter, scores
 from vlmrm.errors import CheckpointError
 from vlmrm.modeling import (
     load_checkpoint,

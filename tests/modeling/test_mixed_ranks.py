@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-import preloaded
+from tests import preloaded
 
 # A tower with its merger; states that fork; experts; experts for images alone; a merger that the backbone runs.
 FAMILIES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl_moe", "ernie4_5_vl_moe", "llama4")

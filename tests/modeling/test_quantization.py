@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import get_peft_model
-from samples import SAMPLES, batch_of, scores
 
+from tests.modeling.samples import SAMPLES, batch_of, scores
 from vlmrm.modeling import (
     ModelArguments,
     load_for_training,

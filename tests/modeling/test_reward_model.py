@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from samples import SAMPLES, batch_of, scores
 from transformers import AutoProcessor
 
+from tests.modeling.samples import SAMPLES, batch_of, scores
 from vlmrm.batching.media import blank_image
 from vlmrm.modeling import load_for_training, make_tiny
 from vlmrm.modeling.tiny import ARCHITECTURES

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import wraps
 
 import pytest
-from runs import assert_equal_weights, colour_pairs
 from transformers import Qwen2_5_VLModel
 
+from tests.runs import assert_equal_weights, colour_pairs
 from vlmrm.batching import PaddedBatcher
 from vlmrm.errors import CheckpointError
 from vlmrm.modeling import kernels, load_checkpoint, load_for_training, load_processor, make_tiny_reward_model

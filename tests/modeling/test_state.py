@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from families.reference import rounding_nowhere
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -16,6 +15,7 @@ from transformers.models.nemotron_h import modeling_nemotron_h as nemotron_h
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 from tests.batching.test_shared import CASES, assert_equal, both
+from tests.families.reference import rounding_nowhere
 from vlmrm.batching.shared import PackedLayout
 from vlmrm.batching.tree import Tree, grow
 from vlmrm.errors import ConfigError

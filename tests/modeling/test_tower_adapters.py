@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from families.cases import CASES
-from families.table import FAMILIES
 from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 
+from tests.families.cases import CASES
+from tests.families.table import FAMILIES
 from vlmrm.batching.media import blank_image
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import (

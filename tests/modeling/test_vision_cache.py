@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from runs import colour_pairs, largest_difference, short_training, text_pairs, train, words
-from samples import SAMPLES, batch_of, conversation
 from transformers import AutoProcessor
 
+from tests.modeling.samples import SAMPLES, batch_of, conversation
+from tests.runs import colour_pairs, largest_difference, short_training, text_pairs, train, words
 from vlmrm.batching.media import blank_image
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.sweep import sweep

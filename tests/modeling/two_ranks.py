@@ -9,10 +9,10 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
 
-from families.reference import rounding_nowhere, twins
-from families.table import FAMILIES
+from tests.families.reference import rounding_nowhere, twins
+from tests.families.table import FAMILIES
 
 torch.set_num_threads(1)
 distributed.init_process_group("gloo")

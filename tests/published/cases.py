@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from families.table import FAMILIES
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from tests.families.table import FAMILIES
 from vlmrm.modeling.tiny import make_tiny
 
 from . import reference

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from runs import SHORT, write_rows
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import logsigmoid
 
+from tests.runs import SHORT, write_rows
 from vlmrm import cli
 from vlmrm.errors import CheckpointError, ConfigError, RowError
 from vlmrm.export import export

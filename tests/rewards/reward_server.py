@@ -8,8 +8,9 @@ import json
 from collections import deque
 from typing import Any
 
-from judge_server import Answer, JudgeServer
 from PIL import Image
+
+from tests.rewards.judges.judge_server import Answer, JudgeServer
 
 
 class RewardServer(JudgeServer):

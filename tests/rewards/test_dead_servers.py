@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from judge_server import Answer, JudgeServer, completion, error
 from PIL import Image
 
+from tests.rewards.judges.judge_server import Answer, JudgeServer, completion, error
 from vlmrm.errors import RewardError
 from vlmrm.rewards import RewardSet
 from vlmrm.rewards.outcome import Rewards

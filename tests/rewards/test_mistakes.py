@@ -11,6 +11,7 @@ from PIL import Image
 from vlmrm.errors import RewardError
 from vlmrm.rewards import GroupwiseRewardModel, PointwiseRewardModel, RewardModelOutput, RewardSet
 
+ANSWERS = "tests.rewards.reward_examples.Answers"
 PICTURE = Image.new("RGB", (28, 28))
 
 
@@ -63,9 +64,13 @@ def one(model: type | str, name: str = "one", **settings) -> dict:
 @pytest.mark.parametrize(
     ("model", "images", "message"),
     [
-        ({"reward_model": "reward_examples.Answers", "rewards": [1.0]}, None, "1 rewards for 2 samples"),
-        ({"reward_model": "reward_examples.Answers", "rewards": ["good", "bad"]}, None, "one number a sample"),
-        ({"reward_model": "reward_examples.Same"}, [PICTURE, None], "sample 1 has no image"),
+        ({"reward_model": ANSWERS, "rewards": [1.0]}, None, "1 rewards for 2 samples"),
+        (
+            {"reward_model": "tests.rewards.reward_examples.Answers", "rewards": ["good", "bad"]},
+            None,
+            "one number a sample",
+        ),
+        ({"reward_model": "tests.rewards.reward_examples.Same"}, [PICTURE, None], "sample 1 has no image"),
     ],
 )
 def test_no_policy_forgives_what_breaks_the_contract(policy, model, images, message):
@@ -92,7 +97,7 @@ def test_a_sample_without_the_image_that_its_group_has_fails_alone(lacking):
 )
 def test_a_column_under_another_name_is_not_left_out_unseen(name, meant):
     """Where the answer is left out, the image would be taken for it, and every answer get the same score."""
-    rewards = RewardSet(one("reward_examples.Answered"))
+    rewards = RewardSet(one("tests.rewards.reward_examples.Answered"))
     with pytest.raises(RewardError, match=f"a column {name}, .* did you mean {meant}"):
         rewards(prompt=["a"], **{name: [PICTURE]})
     rewards(prompt=["a"], video=[[PICTURE]], solution=["4"])  # not asked for, but well named

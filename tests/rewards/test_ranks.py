@@ -8,9 +8,9 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-import preloaded
 import pytest
 
+from tests import preloaded
 from vlmrm.rewards import RewardSet
 
 HERE = Path(__file__).parent
@@ -29,9 +29,9 @@ def test_two_ranks_equal_one():
     groups = [7, 8, 7, "one", 8, 7, 8, 9]
     alone = RewardSet(
         [
-            {"name": "rank", "reward_model": "reward_examples.Rank"},
-            {"name": "threads", "reward_model": "reward_examples.Rank"},
-            {"name": "length", "reward_model": "reward_examples.Length"},
+            {"name": "rank", "reward_model": "tests.rewards.reward_examples.Rank"},
+            {"name": "threads", "reward_model": "tests.rewards.reward_examples.Rank"},
+            {"name": "length", "reward_model": "tests.rewards.reward_examples.Length"},
         ]
     )(prompt=prompts, groups=groups)
     for name, values in alone.rewards.items():

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from reward_server import RewardServer, decoded
 
+from tests.rewards.reward_server import RewardServer, decoded
 from vlmrm.errors import RewardError
 from vlmrm.rewards import RewardSet
 

@@ -12,7 +12,7 @@ from PIL import Image
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards import Models, RewardSet
 
-HERE = "reward_examples"
+HERE = "tests.rewards.reward_examples"
 PICTURE = Image.new("RGB", (28, 28))
 
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from reward_server import RewardServer
+
+from tests.rewards.reward_server import RewardServer
 
 WITHOUT = "import sys; sys.modules.update(dict.fromkeys(['torch', 'torchvision', 'accelerate', 'transformers']))\n"
 ROOT = Path(__file__).parents[2]

@@ -23,9 +23,9 @@ state = PartialState(cpu=True)
 rank = state.process_index
 rewards = RewardSet(
     [
-        {"name": "rank", "reward_model": "reward_examples.Rank"},
-        {"name": "threads", "reward_model": "reward_examples.Rank", "async_reward": True},
-        {"name": "length", "reward_model": "reward_examples.Length", "batch_size": 3},
+        {"name": "rank", "reward_model": "tests.rewards.reward_examples.Rank"},
+        {"name": "threads", "reward_model": "tests.rewards.reward_examples.Rank", "async_reward": True},
+        {"name": "length", "reward_model": "tests.rewards.reward_examples.Length", "batch_size": 3},
     ]
 )
 scored = rewards(prompt=PROMPTS[rank], groups=GROUPS[rank])
@@ -33,7 +33,7 @@ found = {name: values.tolist() for name, values in scored.rewards.items()}
 found["advantages"] = scored.advantages("sum").tolist()
 found["metrics"] = {name: value for name, value in scored.metrics().items() if "seconds" not in name}
 try:
-    RewardSet({"name": "judge", "reward_model": "reward_examples.Down"})(prompt=[["up"], ["down"]][rank])
+    RewardSet({"name": "judge", "reward_model": "tests.rewards.reward_examples.Down"})(prompt=[["up"], ["down"]][rank])
 except RewardError as error:
     found["error"] = str(error)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from runs import colour_lists, colour_pairs, square, write_rows
 
+from tests.runs import colour_lists, colour_pairs, square, write_rows
 from vlmrm import cli, load_scorer
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons

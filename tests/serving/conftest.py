@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from redis_server import RedisServer
-from services import LONGEST_S, Hangs
+
+from tests.serving.redis_server import RedisServer
+from tests.serving.services import LONGEST_S, Hangs
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
-from redis_server import reserved
-from services import HERE
+
+from tests.serving.redis_server import reserved
+from tests.serving.services import HERE
 
 ROOT = Path(HERE).parents[1]
 

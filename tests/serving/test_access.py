@@ -10,8 +10,8 @@ import socket
 
 import httpx2 as httpx
 import pytest
-from services import eventually, fake, in_loop, rewards, running, served, settings_of
 
+from tests.serving.services import eventually, fake, in_loop, rewards, running, served, settings_of
 from vlmrm.serving.app import create_app
 from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.service import Service

@@ -11,7 +11,8 @@ import subprocess
 
 import httpx2 as httpx
 import pytest
-from services import fake, in_loop, running, served
+
+from tests.serving.services import fake, in_loop, running, served
 
 CHARACTERS = fake("people", "fake_reward.Characters")
 

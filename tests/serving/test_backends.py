@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from redis_server import RedisServer
-from services import fake, in_loop, settings_of
 
+from tests.serving.redis_server import RedisServer
+from tests.serving.services import fake, in_loop, settings_of
 from vlmrm.conversation import Outcome
 from vlmrm.serving import backend as serving_backend
 from vlmrm.serving import memory_backend, redis_backend

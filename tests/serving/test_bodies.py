@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 import pytest
-from services import Gate, fake, in_loop, rewards, running
+
+from tests.serving.services import Gate, fake, in_loop, rewards, running
 
 BODY = json.dumps({"items": [{"prompt": "a cat"}]}).encode()
 

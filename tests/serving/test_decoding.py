@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from sent_media import npy
-from services import ATTENTIVE, TALKATIVE, eventually, fake, in_loop, running
 
+from tests.serving.sent_media import npy
+from tests.serving.services import ATTENTIVE, TALKATIVE, eventually, fake, in_loop, running
 from vlmrm.errors import CheckpointError
 from vlmrm.serving.engines import WanDecoder
 

@@ -8,8 +8,8 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sent_media import data_uri, png
 
+from tests.serving.sent_media import data_uri, png
 from vlmrm.adapters.rows import text_columns
 from vlmrm.conversation import Conversation, Image, Message, Text, Video, VideoOptions
 from vlmrm.data.rows import read_answers, read_row

@@ -16,9 +16,10 @@ from pathlib import Path
 import httpx2 as httpx
 import numpy as np
 import pytest
-from hosts import Host, ask, hosts, score_of, scored_batches, until
-from sent_media import npy
-from services import Gate, eventually, in_loop
+
+from tests.serving.hosts import Host, ask, hosts, score_of, scored_batches, until
+from tests.serving.sent_media import npy
+from tests.serving.services import Gate, eventually, in_loop
 
 SILENCE = 5.0  # of tests that wait for its end; a worker says each second that it lives
 

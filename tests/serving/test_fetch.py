@@ -11,9 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 import pytest
-from sent_media import png
-from services import fake, in_loop, running
 
+from tests.serving.sent_media import png
+from tests.serving.services import fake, in_loop, running
 from vlmrm.errors import ConfigError, MediaError
 from vlmrm.serving.media import Fetcher, is_public
 from vlmrm.serving.settings import Limits

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from sent_media import clip, data_uri, npy, png
-from services import fake, served
 
+from tests.serving.sent_media import clip, data_uri, npy, png
+from tests.serving.services import fake, served
 from vlmrm.conversation import Video
 from vlmrm.data.media import open_image, open_video
 from vlmrm.errors import MediaError, RowError

@@ -18,9 +18,10 @@ import httpx2 as httpx
 import numpy as np
 import psutil
 import pytest
-from hosts import Host
 from PIL import Image
-from sent_media import data_uri
+
+from tests.serving.hosts import Host
+from tests.serving.sent_media import data_uri
 
 TOKEN = "s3cret"
 BODIES_MB = 256  # of all bodies together

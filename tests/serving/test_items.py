@@ -6,9 +6,9 @@ import asyncio
 import re
 
 import pytest
-from sent_media import data_uri, png
-from services import HERE, Gate, fake, in_loop, queued, rewards, running
 
+from tests.serving.sent_media import data_uri, png
+from tests.serving.services import HERE, Gate, fake, in_loop, queued, rewards, running
 from vlmrm.conversation import Conversation, Image, Message, Sample
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.formats.flow_factory import (

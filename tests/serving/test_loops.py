@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from services import eventually, fake, in_loop, rewards, running
 
+from tests.serving.services import eventually, fake, in_loop, rewards, running
 from vlmrm.serving.replica import WorkerRegistry
 
 SOON = {"silence": 1.0}

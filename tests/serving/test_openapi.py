@@ -12,7 +12,8 @@ from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.checks import negative_data_rejection, positive_data_acceptance
 from schemathesis.schemas import APIOperation
-from services import fake, served
+
+from tests.serving.services import fake, served
 
 EXAMPLES = settings(max_examples=20, suppress_health_check=list(HealthCheck))
 # Flow-Factory's client is told what is wrong in an answer of 200.

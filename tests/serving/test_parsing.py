@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from services import fake, in_loop, running
 
+from tests.serving.services import fake, in_loop, running
 from vlmrm.errors import RowError
 from vlmrm.formats.rollouts import read_openrlhf_query
 from vlmrm.formats.texts import JSON_VALUES, read_text

@@ -14,10 +14,10 @@ from typing import Any
 import httpx2 as httpx
 import psutil
 import pytest
-from hosts import until
 from PIL import Image as Pillow
-from services import Gate, eventually, fake, in_loop, rewards, running
 
+from tests.serving.hosts import until
+from tests.serving.services import Gate, eventually, fake, in_loop, rewards, running
 from vlmrm.conversation import Conversation, Image, Message
 from vlmrm.errors import MediaError
 from vlmrm.modeling import load_processor

@@ -7,9 +7,9 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
-from services import eventually, fake, in_loop, rewards, running
 
 import vlmrm
+from tests.serving.services import eventually, fake, in_loop, rewards, running
 from vlmrm.errors import ConfigError
 from vlmrm.serving.settings import validate_settings
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import redis.exceptions
-from redis_server import RedisServer
-from services import ATTENTIVE, TALKATIVE, eventually, fake, in_loop, rewards, running, settings_of
 
+from tests.serving.redis_server import RedisServer
+from tests.serving.services import ATTENTIVE, TALKATIVE, eventually, fake, in_loop, rewards, running, settings_of
 from vlmrm.conversation import Outcome
 from vlmrm.errors import ConfigError
 from vlmrm.serving import redis_backend

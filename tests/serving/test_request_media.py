@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from sent_media import clip, data_uri, npy, png
-from services import fake, in_loop, running
 
+from tests.serving.sent_media import clip, data_uri, npy, png
+from tests.serving.services import fake, in_loop, running
 from vlmrm.errors import ConfigError, MediaError
 from vlmrm.serving.media import MediaResolver, estimate_tokens
 from vlmrm.serving.service import count_pixels

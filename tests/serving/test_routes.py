@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import httpx2 as httpx
 import numpy as np
 import pytest
-from sent_media import data_uri, png
-from services import in_loop, running, served
 
+from tests.serving.sent_media import data_uri, png
+from tests.serving.services import in_loop, running, served
 from vlmrm.adapters.rows import text_columns
 from vlmrm.formats.openai import read_messages
 from vlmrm.rewards import RewardSet
@@ -18,7 +17,6 @@ from vlmrm.scoring import load_scorer
 from vlmrm.serving.engines import RewardEngine
 
 REWARDS = str(Path(__file__).parents[1] / "rewards")
-sys.path.append(REWARDS)
 
 
 GREEN = {"type": "image", "image": data_uri(png(84, 56, "green"))}
@@ -115,7 +113,7 @@ def test_a_placeholder_beside_a_picture_is_a_word_to_compute(expected, answers):
 
 
 def engine(name: str) -> RewardEngine:
-    return RewardEngine(name="it", reward_model=f"reward_examples.{name}", device="cpu")
+    return RewardEngine(name="it", reward_model=f"tests.rewards.reward_examples.{name}", device="cpu")
 
 
 def asked(*answer) -> dict:

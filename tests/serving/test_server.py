@@ -16,9 +16,9 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from hosts import until
-from services import HERE, Gate
 
+from tests.serving.hosts import until
+from tests.serving.services import HERE, Gate
 from vlmrm.errors import ConfigError
 from vlmrm.serving.server import listen, serve
 

@@ -7,8 +7,8 @@ import os
 import signal
 
 import pytest
-from services import Gate, eventually, fake, in_loop, queued, rewards, running, settings_of
 
+from tests.serving.services import Gate, eventually, fake, in_loop, queued, rewards, running, settings_of
 from vlmrm.conversation import Outcome
 from vlmrm.serving.service import NotServing, Service
 from vlmrm.serving.worker_spec import revision_of

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sent_media import png
-from services import fake, in_loop, rewards, running
+from tests.serving.sent_media import png
+from tests.serving.services import fake, in_loop, rewards, running
 
 
 @in_loop

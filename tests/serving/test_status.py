@@ -13,9 +13,10 @@ from urllib.parse import quote, urlencode
 import httpx2 as httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from sent_media import data_uri, png
-from services import Gate, fake, in_loop, queued, rewards, running
-from test_server import served
+
+from tests.serving.sent_media import data_uri, png
+from tests.serving.services import Gate, fake, in_loop, queued, rewards, running
+from tests.serving.test_server import served
 
 CHROMIUM = shutil.which("chromium")
 EVIL = '<img src=x onerror="document.title=1">'

@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from json import dumps, loads
 
 import pytest
-from sent_media import data_uri, png
-from services import eventually, fake, in_loop, running, served
 
+from tests.serving.sent_media import data_uri, png
+from tests.serving.services import eventually, fake, in_loop, running, served
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.scoring.transforms import sigmoid
 from vlmrm.serving.upstream import PROBE, VLLM, SGLang

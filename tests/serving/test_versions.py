@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from services import ATTENTIVE, Gate, eventually, fake, in_loop, queued, rewards, running, served
 
+from tests.serving.services import ATTENTIVE, Gate, eventually, fake, in_loop, queued, rewards, running, served
 from vlmrm import load_scorer
 from vlmrm.errors import RewardError
 from vlmrm.modeling import write_complete

@@ -17,12 +17,12 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from families.reference import rounding_nowhere, twins
-from families.table import FAMILIES
 from torch import distributed
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
+from tests.families.reference import rounding_nowhere, twins
+from tests.families.table import FAMILIES
 from vlmrm.training import main, train
 from vlmrm.training.checks import CHECKS, check_engine
 from vlmrm.training.engines import describe, reduce_all

@@ -9,9 +9,9 @@ import re
 import pytest
 from accelerate import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
-from runs import ROOT, assert_equal_weights, colour_lists
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
+from tests.runs import ROOT, assert_equal_weights, colour_lists
 from vlmrm.config import parse
 from vlmrm.errors import ConfigError
 from vlmrm.training.arguments import RewardTrainingArguments

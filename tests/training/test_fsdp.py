@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import (
+
+from tests.runs import (
     ROOT,
     assert_equal_weights,
     colour_lists,
@@ -21,7 +22,6 @@ from runs import (
     weights,
     write_rows,
 )
-
 from vlmrm.modeling import load_checkpoint
 
 # A tower with its merger; states that fork; weights that a batch need not reach, and a merger that the backbone runs.
@@ -38,7 +38,7 @@ def mixed_rows(folder: Path) -> Path:
 
 def run_sharded(folder: Path, families: Sequence[str], runs: Sequence[Sequence[str]]) -> str:
     """Run `sharded_ranks` in two processes, copies of this one and its imports; return what both said."""
-    import sharded_ranks
+    from tests.training import sharded_ranks
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

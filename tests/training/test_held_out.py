@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pandas as pd
-from runs import colour_pairs
 
+from tests.runs import colour_pairs
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.canonical import HELD_OUT, canonical
 from vlmrm.data.comparisons import load_comparisons, load_train_and_eval

@@ -8,9 +8,9 @@ import signal
 import sys
 
 import pytest
-from runs import short_training
 from torch import distributed
 
+from tests.runs import short_training
 from vlmrm import logs
 from vlmrm.batching.collator import plain_worker_errors
 from vlmrm.errors import TrainingError, VlmrmError

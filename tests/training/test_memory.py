@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from runs import short_training, write_rows
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
+from tests.runs import short_training, write_rows
 from vlmrm.data.comparisons import load_train_and_eval
 from vlmrm.modeling import lora_config
 from vlmrm.modeling.checkpoint import load_processor

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from mixtures import EXPERTS, LAYERS, make_tiny_mixture
-from runs import assert_equal_weights, colour_pairs, logged, weights
 
+from tests.mixtures import EXPERTS, LAYERS, make_tiny_mixture
+from tests.runs import assert_equal_weights, colour_pairs, logged, weights
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import ModelArguments, load_checkpoint, load_for_training, lora_config, merge
 

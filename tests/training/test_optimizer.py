@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from families.table import FAMILIES
-from runs import SHORT, assert_equal_weights, colour_pairs, logged, weights
 from transformers import Trainer, TrainerCallback
 
+from tests.families.table import FAMILIES
+from tests.runs import SHORT, assert_equal_weights, colour_pairs, logged, weights
 from vlmrm import RewardConfig, RewardTrainer
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import freeze, load_for_training, reward_model_class

@@ -7,8 +7,8 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from runs import colour_pairs, short_training
 
+from tests.runs import colour_pairs, short_training
 from vlmrm import cli
 from vlmrm.training import plan as planning
 from vlmrm.training.arguments import RunArguments

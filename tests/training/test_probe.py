@@ -7,7 +7,9 @@ import shutil
 
 import pandas as pd
 import pytest
-from runs import (
+from safetensors.torch import load_file, save_file
+
+from tests.runs import (
     assert_equal_weights,
     colour_lists,
     colour_pairs,
@@ -20,8 +22,6 @@ from runs import (
     words,
     write_rows,
 )
-from safetensors.torch import load_file, save_file
-
 from vlmrm.evaluation.sweep import sweep
 from vlmrm.measures.analysis import figures
 

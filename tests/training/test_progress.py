@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 from PIL import Image
-from runs import colour_pairs
 
+from tests.runs import colour_pairs
 from vlmrm import logs
 from vlmrm.errors import ConfigError
 from vlmrm.logs import progress

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from runs import colour_pairs, text_pairs, words, write_rows
 
+from tests.runs import colour_pairs, text_pairs, words, write_rows
 from vlmrm import cli
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, DataError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from accelerate import Accelerator
-from runs import colour_lists
 
+from tests.runs import colour_lists
 from vlmrm.training import step
 
 

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from runs import (
+from torch.nn.functional import logsigmoid
+
+from tests.runs import (
     assert_equal_weights,
     colour_lists,
     colour_pairs,
@@ -21,8 +23,6 @@ from runs import (
     weights,
     write_rows,
 )
-from torch.nn.functional import logsigmoid
-
 from vlmrm import evaluate
 from vlmrm.data.arguments import INPUT_KEYS, DataArguments
 from vlmrm.data.comparisons import load_comparisons

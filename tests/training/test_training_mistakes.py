@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from PIL import Image
-from runs import colour_pairs, short_training, words, write_rows
 
+from tests.runs import colour_pairs, short_training, words, write_rows
 from vlmrm import cli
 from vlmrm.training.trainer import ComparisonTrainer
 

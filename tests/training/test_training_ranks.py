@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 
-import preloaded
 import pytest
 
+from tests import preloaded
 from vlmrm.errors import DataError
 from vlmrm.training.folder import from_first_rank
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import tiny_clip
 import torch
 from transformers import CLIPImageProcessorPil, CLIPModel
 
+from tests.rewards.built_in import tiny_clip
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.rewards import RewardSet
 

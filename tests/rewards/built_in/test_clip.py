@@ -6,12 +6,12 @@ import logging
 
 import numpy as np
 import pytest
-import tiny_clip
 import torch
 from scipy.stats import rankdata
 from torch.nn.functional import cosine_similarity
 from transformers import CLIPImageProcessorPil, CLIPModel
 
+from tests.rewards.built_in import tiny_clip
 from vlmrm.errors import CheckpointError, ConfigError, RewardError
 from vlmrm.rewards import RewardSet
 

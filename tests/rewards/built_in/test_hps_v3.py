@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from published import cases
 from safetensors.torch import load_file, save_file
 
+from tests.published import cases
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.rewards import RewardSet
 

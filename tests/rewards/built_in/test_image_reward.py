@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_clip import noise
 from torch.nn.functional import conv2d, gelu, layer_norm, scaled_dot_product_attention
 from transformers import BertTokenizer
 
+from tests.rewards.built_in.tiny_clip import noise
 from vlmrm.errors import CheckpointError
 from vlmrm.rewards import RewardSet
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from published import cases
 
+from tests.published import cases
 from vlmrm.errors import CheckpointError, RewardError
 from vlmrm.rewards import RewardSet
 from vlmrm.rewards.built_in.video_align import sampled

@@ -7,8 +7,8 @@ import shutil
 import numpy as np
 import pytest
 from PIL import Image
-from services import served
 
+from tests.serving.services import served
 from vlmrm.errors import CheckpointError, ConfigError, RewardError
 from vlmrm.formats.preferences import image_pair, pair
 from vlmrm.modeling.manifest import save_normalization

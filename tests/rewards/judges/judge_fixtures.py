@@ -6,9 +6,9 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from judge_server import JudgeServer
 from PIL import Image
 
+from tests.rewards.judges.judge_server import JudgeServer
 from vlmrm.rewards.contract import RewardArguments
 from vlmrm.rewards.registry import reward_model_class
 

@@ -6,9 +6,9 @@ import math
 from functools import partial
 
 import pytest
-from judge_server import completion
 from PIL import Image
 
+from tests.rewards.judges.judge_server import completion
 from vlmrm.errors import RewardError
 from vlmrm.rewards.judges.edit_score import read_scores
 

@@ -8,8 +8,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from judge_server import completion, error
 
+from tests.rewards.judges.judge_server import completion, error
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.http import current_loop
 from vlmrm.rewards import RewardSet

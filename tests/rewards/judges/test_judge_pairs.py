@@ -9,10 +9,10 @@ import math
 
 import numpy as np
 import pytest
-from judge_server import completion
 from PIL import Image
 from scipy.stats import spearmanr
 
+from tests.rewards.judges.judge_server import completion
 from vlmrm.rewards.judges.pairwise import full_rounds, play, read_winner, strengths, win_rates
 
 # Tournaments ---------------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import json
 
 import pytest
 import yaml
-from judge_server import completion
 from PIL import Image
 
+from tests.rewards.judges.judge_server import completion
 from vlmrm.errors import ConfigError
 
 JPEG = "data:image/jpeg;base64,{image}"

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from judge_server import completion, error
 
+from tests.rewards.judges.judge_server import completion, error
 from vlmrm.errors import ConfigError
 from vlmrm.rewards.judges.rubric import load_rubric
 

@@ -11,9 +11,9 @@ import threading
 
 import numpy as np
 import pytest
-from judge_server import completion
 from PIL import Image
 
+from tests.rewards.judges.judge_server import completion
 from vlmrm.errors import ConfigError
 from vlmrm.rewards import RewardSet
 from vlmrm.rewards.pictures import data_uri

@@ -11,12 +11,12 @@ import httpx2 as httpx
 import numpy as np
 import pytest
 import torch
-from cosmos_client import CosmosClient
-from hosts import hosts, until
 from safetensors.torch import save
-from sent_media import npy
-from services import Gate, eventually, fake, in_loop, running
 
+from tests.serving.hosts import hosts, until
+from tests.serving.protocols.cosmos_client import CosmosClient
+from tests.serving.sent_media import npy
+from tests.serving.services import Gate, eventually, fake, in_loop, running
 from vlmrm.conversation import Outcome
 from vlmrm.errors import MediaError
 from vlmrm.serving.protocols.cosmos import cosmos_scores, read_media

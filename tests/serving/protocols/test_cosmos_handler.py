@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cosmos_client import CosmosClient
-from sent_media import npy
-from services import HERE, fake, in_loop, running
 
+from tests.serving.protocols.cosmos_client import CosmosClient
+from tests.serving.sent_media import npy
+from tests.serving.services import HERE, fake, in_loop, running
 from vlmrm.serving.worker.cosmos_handler import CosmosHandler
 
 IMAGES = np.random.default_rng(0).integers(0, 255, (2, 5, 4, 3), dtype=np.uint8)
@@ -17,7 +17,7 @@ VIDEOS = np.random.default_rng(1).integers(0, 255, (2, 3, 6, 5, 4), dtype=np.uin
 @pytest.fixture
 def handler(monkeypatch):
     monkeypatch.syspath_prepend(HERE)
-    return CosmosHandler("handlers.Brightness", "weights", "cpu", dtype="float32", download_path="files")
+    return CosmosHandler("tests.serving.handlers.Brightness", "weights", "cpu", dtype="float32", download_path="files")
 
 
 def item(array, prompt="a", group="request", **more):

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from hosts import until
-from services import Gate, fake, served
+
+from tests.serving.hosts import until
+from tests.serving.services import Gate, fake, served
 
 HERE = Path(__file__).parent
 COSMOS = HERE.parents[2] / ".cache" / "neighbours" / "cosmos"

@@ -6,10 +6,10 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from flow_factory_client import FlowFactoryClient
 from PIL import Image
-from services import Gate, fake, running, served
 
+from tests.serving.protocols.flow_factory_client import FlowFactoryClient
+from tests.serving.services import Gate, fake, running, served
 from vlmrm.errors import RewardError
 from vlmrm.rewards import RewardSet
 

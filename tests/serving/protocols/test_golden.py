@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from services import Gate, fake, in_loop, queued, rewards, running
+
+from tests.serving.services import Gate, fake, in_loop, queued, rewards, running
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
 

@@ -11,10 +11,10 @@ from operator import getitem
 
 import httpx2 as httpx
 import pytest
-from flow_factory_client import FlowFactoryClient
 from PIL import Image
-from services import served
 
+from tests.serving.protocols.flow_factory_client import FlowFactoryClient
+from tests.serving.services import served
 from vlmrm import cli, load_scorer
 from vlmrm.adapters.plain import Reward
 from vlmrm.adapters.trl_reward import TRLReward

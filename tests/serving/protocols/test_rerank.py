@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from services import fake, in_loop, running
+
+from tests.serving.services import fake, in_loop, running
 
 QUERY = {"query": "Why?"}
 TEI = {**QUERY, "texts": ["So.", "It is."]}

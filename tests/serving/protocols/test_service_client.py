@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from PIL import Image
-from redis_server import reserved
-from services import fake, served
 
+from tests.serving.redis_server import reserved
+from tests.serving.services import fake, served
 from vlmrm.scoring import RemoteScorer
 
 CHARACTERS = fake("characters", "fake_reward.Characters")

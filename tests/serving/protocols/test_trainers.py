@@ -11,9 +11,9 @@ import pickle
 from datetime import UTC, datetime
 
 import pytest
-from sent_media import clip, png
-from services import eventually, fake, in_loop, running
 
+from tests.serving.sent_media import clip, png
+from tests.serving.services import eventually, fake, in_loop, running
 from vlmrm.errors import RowError
 from vlmrm.formats.pickles import MAX_OPERATIONS, read_pickle
 

@@ -9,7 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from squares import settings as training_settings
+from robot_worlds.squares import settings as training_settings
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.settings import validate

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from played import Played
-from squares import small_config
+from robot_worlds.played import Played
+from robot_worlds.squares import small_config
 
 from vlmrm_robots.frames.frame_reward import FrameReward
 from vlmrm_robots.frames.settings import RewardModelSettings

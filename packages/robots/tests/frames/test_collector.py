@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import gymnasium as gym
 import numpy as np
 import pytest
-from counting import counting, picture, told
 from gymnasium.vector import AutoresetMode, VectorEnv
+from robot_worlds.counting import counting, picture, told
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm_robots.frames.collector import RewardDataCollector

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from squares import SIDE, square_trajectory, write_squares
+from robot_worlds.squares import SIDE, square_trajectory, write_squares
 from torch.utils.data import DataLoader
 
 from vlmrm.errors import DataError

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from robot_worlds.squares import SIDE, small_classifier
 from safetensors.torch import save_file
-from squares import SIDE, small_classifier
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm_robots.frames.checkpoint import load_classifier, save_classifier

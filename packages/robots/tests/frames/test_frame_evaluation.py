@@ -7,8 +7,8 @@ import json
 import numpy as np
 import pytest
 import torch
+from robot_worlds.squares import SIDE, settings, small_classifier, square_trajectory, write_squares
 from sklearn.metrics import precision_score, recall_score, roc_auc_score
-from squares import SIDE, settings, small_classifier, square_trajectory, write_squares
 
 from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, DataError
 from vlmrm_robots.commands import app

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from played import Played
-from squares import SIDE, small_classifier, small_config
+from robot_worlds.played import Played
+from robot_worlds.squares import SIDE, small_classifier, small_config
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.settings import validate

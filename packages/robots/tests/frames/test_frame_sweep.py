@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from squares import write_squares
+from robot_worlds.squares import write_squares
 
 from vlmrm import cli
 from vlmrm_robots.frames.checkpoint import load_classifier

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from counting import counting
+from robot_worlds.counting import counting
+from robot_worlds.squares import SIDE, settings, small_classifier, square_trajectory, write_squares
 from safetensors import safe_open
-from squares import SIDE, settings, small_classifier, square_trajectory, write_squares
 
 from vlmrm.data.comparisons import data_fingerprint
 from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError

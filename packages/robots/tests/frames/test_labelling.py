@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from squares import write_squares
+from robot_worlds.squares import write_squares
 
 from vlmrm import cli
 from vlmrm.errors import ConfigError, DataError, RowError

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from robot_worlds.squares import small_classifier
 from safetensors.torch import load_file, save_file
-from squares import small_classifier
 from torch import Tensor, nn
 from transformers import ResNetConfig, ResNetModel
 

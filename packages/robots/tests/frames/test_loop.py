@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import yaml
-from squares import SIDE, small_classifier, square_trajectory
+from robot_worlds.squares import SIDE, small_classifier, square_trajectory
 
 from vlmrm.data.comparisons import data_fingerprint
 from vlmrm.errors import BelowThreshold, ConfigError

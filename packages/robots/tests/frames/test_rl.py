@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from squares import small_classifier
+from robot_worlds.squares import small_classifier
 from stable_baselines3 import PPO, SAC
 
 from vlmrm import cli

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from squares import SIDE, small_classifier, square_trajectory
+from robot_worlds.squares import SIDE, small_classifier, square_trajectory
 from torchvision.models import resnet18
 
 from vlmrm.errors import CheckpointError, ConfigError, DataError

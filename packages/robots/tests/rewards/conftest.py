@@ -1,3 +1,3 @@
 """Fixtures of every test of rewards: the core's, of judges."""
 
-from judge_fixtures import *  # noqa: F403
+from tests.rewards.judges.judge_fixtures import *  # noqa: F403

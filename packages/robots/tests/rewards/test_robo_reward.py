@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-from judge_server import completion
 from PIL import Image
 
+from tests.rewards.judges.judge_server import completion
 from vlmrm.rewards import RewardArguments
 from vlmrm_robots.trajectories.reward_models import RewardOfPrefixes
 

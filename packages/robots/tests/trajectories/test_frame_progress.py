@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from robot_worlds.squares import small_classifier, small_config, write_squares
 from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
-from squares import small_classifier, small_config, write_squares
 
 from vlmrm import cli
 from vlmrm.errors import ConfigError, RowError

@@ -1,0 +1,1 @@
+"""Worlds, policies and classifiers for tests of robots."""
