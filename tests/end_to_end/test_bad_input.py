@@ -10,8 +10,9 @@ import signal
 
 import pytest
 from PIL import Image
-from tests.runs import colour_pairs, finish, short_training, start, words, write_rows
 from torch.utils.data import get_worker_info
+
+from tests.runs import colour_pairs, finish, short_training, start, words, write_rows
 from vlmrm import cli
 from vlmrm.commands.demo import run_demo
 from vlmrm.errors import TrainingError

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+
 from tests.runs import (
     ROOT,
     assert_equal_weights,

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from tests.runs import (
     assert_equal_weights,
     colour_lists,
