@@ -73,12 +73,6 @@ def test_no_interval_is_made_up():
     assert thin["overall"].low < thin["overall"].high
 
 
-def test_rows_that_alternate_are_no_pattern_of_the_parts():
-    """A scorer that is right on every second row only has the spread of a coin."""
-    figure = benchmark("hpdv3").estimate(scored([1, 0] * 500, np.arange(1000)))["accuracy"]
-    assert figure.standard_error == pytest.approx(0.5 / math.sqrt(1000), rel=0.35)
-
-
 @pytest.mark.parametrize(("prompts", "most", "accuracy"), [(12, 9, 0.7), (46, 5, 0.8)])
 def test_the_interval_covers(prompts, most, accuracy):
     """Between 91 and 98.5 % of 250 sets, whose pairs agree within prompts (a simulation has ±3 points itself)."""

@@ -76,16 +76,6 @@ def test_the_snippet_runs_in_the_checkpoint_which_stays_whole(checkpoint, monkey
     assert len(namespace["scores"]) == 2
 
 
-def test_a_folder_of_this_machine_is_no_base_model_of_the_hub(checkpoint, tiny_checkpoint):
-    info = json.loads((checkpoint / "reward_model.json").read_text())
-    info["provenance"] = {"base_model": str(tiny_checkpoint)}
-    (checkpoint / "reward_model.json").write_text(json.dumps(info))
-    write_complete(checkpoint, world_size=1, step=100)
-    path = write_card(checkpoint, scored(90), data="pairs")
-    assert ModelCard.load(path).data.base_model is None
-    assert str(tiny_checkpoint.parent) not in path.read_text() and tiny_checkpoint.name in path.read_text()
-
-
 def test_results_of_others_make_no_card(checkpoint):
     for other in (scored(90, step=200), scored(90, model="outputs/other")):
         with pytest.raises(ConfigError, match="0 checkpoints named mine/checkpoint-100"):

@@ -71,11 +71,6 @@ def test_within_one_standard_error_the_earliest_is_best(metric, sign):
         assert names(Criterion(metric, one_standard_error=True).ranked(rows))[0] == str(expected)
 
 
-def test_the_earlier_one_is_of_the_same_training():
-    rows = [row(1, model="other", preference_accuracy=(0.8, 0.1)), row(9, preference_accuracy=(0.81, 0.1))]
-    assert names(Criterion(one_standard_error=True).ranked(rows))[0] == "9"
-
-
 def test_an_unknown_standard_error_chooses_nothing():
     rows = [row(1, preference_accuracy=(0.5, math.nan))]
     criterion = Criterion(one_standard_error=True)

@@ -50,13 +50,6 @@ def test_difference_is_that_of_the_pairs_with_their_prompts_drawn_together():
     assert test.difference.low > 0 and test.p_value < 0.001
 
 
-def test_a_checkpoint_equals_itself():
-    frame = checkpoint(1.0)
-    [test] = compare({"a": frame, "b": frame.copy()})
-    assert (test.difference.value, test.difference.standard_error, test.p_value) == (0, 0, 1)
-    assert test.difference.low < 0 < test.difference.high
-
-
 def test_every_two_of_several_are_compared_and_hold_together():
     frames = {name: checkpoint(noise) for name, noise in (("a", 0.1), ("b", 1.0), ("c", 3.0))}
     tests = compare(frames)
@@ -120,7 +113,3 @@ def test_results_of_other_data_cannot_be_compared():
     other = pair_frame([1.0], comparison_id="elsewhere")
     with pytest.raises(DataError, match="a and b have no scored pairs in common"):
         compare({"a": pair_frame([1.0]), "b": other})
-
-
-def test_one_checkpoint_has_nothing_to_be_compared_with():
-    assert compare({"a": checkpoint(1.0)}) == []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import operator
-import zlib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,8 @@ import pytest
 
 from benchmarks.browser import CHROMIUM, Browser
 from tests.evaluation.scored import scored
-from vlmrm.evaluation.report import build_report, explorer
-from vlmrm.evaluation.report.checkpoints import percent, split
-from vlmrm.evaluation.report.explorer import pack_pairs
+from vlmrm.evaluation.report import build_report
+from vlmrm.evaluation.report.checkpoints import percent
 from vlmrm.measures.analysis import figures
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
@@ -291,49 +288,3 @@ def test_axe_finds_no_violation(browser):
 
 
 # Without a browser -------------------------------------------------------------------------------------------------
-
-
-def unpacked(data: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    block = zlib.decompress(base64.b64decode(data))
-    size = int.from_bytes(block[:4], "little")
-    header = json.loads(block[4 : 4 + size])
-    header["texts"] = json.loads(block[4 + size + header["texts"] :])
-    columns = {
-        name: np.frombuffer(block, f"<{kind}", length, 4 + size + offset)
-        for name, (kind, offset, length) in header["columns"].items()
-    }
-    return header, columns
-
-
-def packed(*frames: pd.DataFrame) -> tuple[dict[str, Any], dict[str, np.ndarray], list[str]]:
-    checkpoints, _ = split(frames)
-    pairs = pack_pairs(checkpoints, checkpoints[0])
-    return *unpacked(pairs.data), pairs.notes
-
-
-def test_the_block_holds_every_score_and_text(frames):
-    first, second = frames
-    header, columns, _ = packed(first, second)
-    texts = np.array(header["texts"])
-    for role in ("prompt", "chosen", "rejected"):
-        assert texts[columns[f"text/{role}"]].tolist() == first[f"{role}_text"].tolist()
-    margins = (first["chosen_score"] - first["rejected_score"]).to_numpy()
-    np.testing.assert_array_equal(columns["0/margin"], margins.astype(np.float32))
-    np.testing.assert_array_equal(columns["1/rejected"][:100], second["rejected_score"][:100].astype(np.float32))
-    assert np.flatnonzero(np.isnan(columns["1/margin"])).tolist() == [110, 111]
-    assert header["models"][0]["interventions"] == [n for n in INTERVENTIONS if f"{n}_chosen" in first]
-
-
-def test_what_does_not_fit_is_left_out_and_said(frames, monkeypatch):
-    third = scored(COUNT, model="outputs/third", step=300)
-    budgets = {"PAIRS": 300, "MODELS": 2, "CHARACTERS": 20_000, "IMAGE_BYTES": 30_000, "VALUES": 3000}
-    for name, value in budgets.items():
-        monkeypatch.setattr(explorer, name, value)
-    header, columns, notes = packed(*frames, third)
-    assert header["count"] == 300 == len(columns["tie"]) and len(header["models"]) == 2
-    most = max(len(text.removesuffix("…")) for text in header["texts"])
-    whole = pd.unique(frames[0].iloc[:300][[f"{role}_text" for role in explorer.ROLES]].to_numpy().ravel())
-    assert sum(min(len(text), most) for text in whole) <= 20_000 < sum(min(len(text), most + 1) for text in whole)
-    assert sum(map(len, header["thumbnails"].values())) <= 30_000
-    assert header["models"][1]["interventions"] == []
-    assert len(notes) == 5 and f"first 300 of {COUNT} pairs" in notes[0] and f"cut to {most:,} char" in notes[3]

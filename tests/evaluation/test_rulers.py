@@ -142,14 +142,6 @@ def test_the_number_of_frames_is_a_ruler(tmp_path):
     assert found.accuracy.value == 1.0 and found.accuracy.prompts == 20 and found.verdict == "above chance"
 
 
-def test_position_says_nothing_where_the_layout_decides_it():
-    rows = [
-        Comparison(row.id, row.prompt, tuple(sorted(row.answers, key=str)), (Judgement((0, 1), (1, 0)),))
-        for row in of_images(40)
-    ]
-    assert by_name(rows)["first"].verdict.startswith("the data list the better answer first in every row")
-
-
 def test_a_benchmark_is_scored_by_its_own_rule_too():
     rng = np.random.default_rng(3)
     names = ("general", "hallucination", "reasoning")

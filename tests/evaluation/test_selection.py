@@ -70,7 +70,3 @@ def test_a_criterion_gives_its_choice_the_figure_that_it_reports():
     assert Criterion("benchmark/macro").without_luck(parts) is None
     earliest = Criterion("preference_accuracy", one_standard_error=True).without_luck(parts)
     assert earliest is not None and earliest.value <= max(plain)
-
-
-def test_a_checkpoint_that_lacks_the_figure_leaves_nothing_to_correct():
-    assert Criterion("agreement_accuracy").without_luck(frames(3)) is None

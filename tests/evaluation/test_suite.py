@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from filelock import FileLock
 
 from tests.runs import text_pairs, words
 from vlmrm import cli
@@ -176,10 +175,3 @@ def test_a_typo_in_a_suite_is_named(here, content, reason):
 def test_sets_that_do_not_go_together_are_refused(here, data_keys, keys, reason):
     with pytest.raises(ConfigError, match=reason):
         sets_of(data_keys, **keys)
-
-
-def test_a_table_that_another_sweep_writes_is_refused(here):
-    Path("out/all").mkdir(parents=True)
-    with FileLock("out/all/long.csv.lock"), pytest.raises(ConfigError, match=r"long\.csv is being written by another"):
-        run(data=["short.jsonl", "long.jsonl"])
-    run(data=["short.jsonl", "long.jsonl"])

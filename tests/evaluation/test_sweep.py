@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from filelock import FileLock
 
 from tests.evaluation.checkpoints import own_scores, scale_head
 from tests.runs import colour_pairs, finish, square, start, words, write_rows
 from vlmrm import cli
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import data_fingerprint, load_train_and_eval
-from vlmrm.errors import ConfigError, DataError
+from vlmrm.errors import ConfigError
 from vlmrm.evaluation import evaluate as evaluate_module
 from vlmrm.evaluation import sweep as sweep_module
 from vlmrm.evaluation.schema import load_results
@@ -60,12 +59,6 @@ def read_csv(path="results.csv") -> list[dict[str, str]]:
 
 def break_weights(folder: Path) -> None:
     os.truncate(folder / "model.safetensors", 1000)
-
-
-def test_what_cannot_be_tried_has_its_own_reason(run_folder, data):
-    [row] = sweep(asked(run_folder / "checkpoint-9", data, interventions=["reversed_answers", "shuffled_frames"])).rows
-    assert row["limits"]["reversed_answers"] == "it scores each answer alone, whatever their order"
-    assert "nothing in these rows" in row["limits"]["shuffled_frames"]
 
 
 def test_scores_of_a_training_are_those_of_each_checkpoint_alone(run_folder, data):
@@ -249,17 +242,6 @@ def test_altered_bytes_inside_the_weights_are_an_error_and_no_other_score(run_fo
         assert set(errors.values()) == {None}
 
 
-def test_pairs_that_are_gone_are_scored_again_and_broken_ones_are_said(run_folder, data):
-    sweep(asked(run_folder, data))
-    pairs = pd.read_parquet("results.scores.parquet")
-    Path("results.scores.parquet").unlink()
-    sweep(asked(run_folder, data))
-    pd.testing.assert_frame_equal(pd.read_parquet("results.scores.parquet"), pairs)
-    Path("results.scores.parquet").write_bytes(b"half")
-    with pytest.raises(DataError, match=r"results\.scores\.parquet cannot be read .* delete it and evaluate again"):
-        sweep(asked(run_folder, data))
-
-
 def test_a_checkpoint_that_was_trained_again_is_evaluated_again(run_folder, data, monkeypatch):
     before = {row["checkpoint"]: row["average_margin"] for row in sweep(asked(run_folder, data)).rows}
     scale_head(run_folder / "checkpoint-10", -1.0, step=10)
@@ -271,28 +253,6 @@ def test_a_checkpoint_that_was_trained_again_is_evaluated_again(run_folder, data
     assert after == pytest.approx(before | {"checkpoint-10": -before["checkpoint-10"]})
     assert {*loaded} == {"checkpoint-10"}
     assert pd.read_parquet("results.scores.parquet").groupby("checkpoint").size().tolist() == [6, 6, 6]
-
-
-def test_a_checkpoint_that_its_training_rotated_away_while_it_was_scored_keeps_its_figures(
-    run_folder, data, monkeypatch
-):
-    def evaluated(*args, description, **keys):
-        result = evaluate(*args, description=description, **keys)
-        if description == "checkpoint-9":
-            shutil.rmtree(run_folder / description)
-        return result
-
-    evaluate = evaluate_module.evaluate
-    monkeypatch.setattr(evaluate_module, "evaluate", evaluated)
-    rows = sweep(asked(run_folder, data)).rows
-    assert [row["error"] for row in rows] == [None] * 3
-
-
-def test_where_nothing_can_be_written_is_said_before_anything_is_scored(run_folder, data, monkeypatch):
-    monkeypatch.setattr(evaluate_module, "measure", None)
-    Path("file").touch()
-    with pytest.raises(ConfigError, match=r"file/results cannot be written \(Not a directory\)"):
-        sweep(asked(run_folder, data, output_file="file/results/mine.csv"))
 
 
 def test_base_model_path_gives_an_adapter_its_base(here, data, train_here, tiny_checkpoint):
@@ -335,23 +295,6 @@ def test_two_processes_score_as_one_does(run_folder, data, here):
     passing = ("seconds", "provenance")
     one, other = ([{k: v for k, v in row.items() if k not in passing} for row in rows] for rows in saved)
     assert one == other
-
-
-def test_every_process_of_a_second_sweep_ends_with_the_sentence(run_folder, data, here):
-    with FileLock("results.csv.lock"):
-        said = finish(start(["eval_rm.py"], *asked(run_folder, data), cwd=here, processes=2), code=1)
-    assert "is being written by another sweep" in said
-    assert not Path("results.json").exists()
-
-
-def test_every_pair_is_kept(run_folder, data):
-    sweep(asked(run_folder, data, interventions="none"))
-    [first, *_] = json.loads(Path("results.json").read_text())["results"]
-    accuracy = first["statistics"]["overall"]["preference_accuracy"]
-    assert accuracy["low"] <= accuracy["value"] == first["preference_accuracy"] <= accuracy["high"]
-    assert set(first["statistics"]["category"]) == {"plain", "hard"}
-    frame = pd.read_parquet("results.scores.parquet")
-    assert frame.groupby("checkpoint").size().to_dict() == {"checkpoint-10": 6, "checkpoint-100": 6, "checkpoint-9": 6}
 
 
 def test_a_public_benchmark_is_scored_by_its_rule_beside_what_others_published(run_folder, here, capsys):

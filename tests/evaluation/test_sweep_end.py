@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.evaluation.checkpoints import own_scores, scale_head
-from tests.runs import colour_pairs, finish, start, words, write_rows
+from tests.runs import colour_pairs, words, write_rows
 from vlmrm import cli
 from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, VlmrmError
 from vlmrm.evaluation import evaluate as evaluate_module
@@ -95,14 +95,6 @@ def test_fail_under_is_of_the_metric(run_folder, data):
         sweep(asked(run_folder, data, **keys, fail_under=margin + 0.1))
 
 
-def test_a_metric_without_its_column_is_a_sentence_after_the_sweep(run_folder, data):
-    with pytest.raises(ConfigError, match="agreement_accuracy cannot be computed"):
-        sweep(asked(run_folder, data, metric_for_best="agreement_accuracy"))
-    saved = load_results("results.json")
-    assert saved["best"] is None and [row["error"] for row in saved["results"]] == [None] * 3
-    assert set(column("best").values()) == {"False"}
-
-
 # The scale of scores -------------------------------------------------------------------------------------------------
 
 
@@ -122,12 +114,6 @@ def test_mean_and_spread_of_all_scores_are_saved_with_the_best(run_folder, data)
     after = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
     changed = {path for path in after if after[path] != before.get(path)}
     assert changed == {best / "reward_model.json", best / "COMPLETE.json"} and after.keys() == before.keys()
-
-
-def test_a_checkpoint_may_be_left_as_it_is(run_folder, data):
-    before = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
-    sweep(asked(run_folder, data, save_normalization=False))
-    assert {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()} == before
 
 
 # Watching ------------------------------------------------------------------------------------------------------------
@@ -155,13 +141,6 @@ def test_ctrl_c_ends_a_watch_with_the_table_as_it_stands(run_folder, data, monke
     assert len(result.rows) == len(steps()) == len(column("best")) == 3 and result.best is not None
     with pytest.raises(ConfigError, match="watch saw no checkpoint in absent"):
         sweep(asked("absent", data, watch=True, output_file="absent.csv"))
-
-
-def test_two_processes_watch_the_same_checkpoints(run_folder, data, tmp_path):
-    done = start(["eval_rm.py"], *asked(run_folder, data, watch=True), cwd=tmp_path, processes=2)
-    finish(done)
-    saved = load_results("results.json")
-    assert saved["best"] is not None and len(saved["results"]) == 3
 
 
 # Bad input -----------------------------------------------------------------------------------------------------------

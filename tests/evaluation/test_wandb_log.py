@@ -52,12 +52,6 @@ def test_a_run_has_the_figures_the_table_and_the_page(results, tmp_path, capsys)
     assert json.loads(table.read_text())["data"] == [["checkpoint-50", None, "broken"], ["checkpoint-100", 0.75, None]]
 
 
-def test_the_run_of_a_training_is_added_to(results, tmp_path):
-    (tmp_path / "report.html").write_text("<p>short</p>")
-    log_report(tmp_path / "report.html", [results], "rewards/abc123")
-    assert list(tmp_path.glob("runs/wandb/offline-run-*-abc123"))
-
-
 def test_what_is_missing_is_said_in_a_sentence(results, tmp_path, monkeypatch):
     page = tmp_path / "report.html"
     page.write_text("<p>short</p>")

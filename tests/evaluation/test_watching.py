@@ -79,17 +79,6 @@ def test_nothing_new_for_long_ends_it_and_says_so(tmp_path, caplog):
     assert "No new checkpoint for 0.75 minutes" in caplog.text
 
 
-def test_a_checkpoint_that_the_training_deletes_meanwhile_is_not_waited_for(tmp_path):
-    run = tmp_path / "run"
-    for step in (1, 2, 3):
-        checkpoint(run / f"checkpoint-{step}")
-    checkpoint(run / "final")
-    found = watched(Time(), run)
-    assert next(found).name == "checkpoint-1"
-    (run / "checkpoint-2" / "COMPLETE.json").unlink()
-    assert [folder.name for folder in found] == ["checkpoint-3"]
-
-
 def test_a_sweep_beside_a_training_leaves_out_what_is_being_written(tmp_path, caplog):
     checkpoint(tmp_path / "checkpoint-1")
     checkpoint(tmp_path / "checkpoint-2", complete=False)

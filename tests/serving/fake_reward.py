@@ -10,8 +10,8 @@ from typing import ClassVar
 class Length:
     """Scores the length of the prompt; `log` is a file that each batch's prompts are written to.
 
-    A prompt may say what happens instead: "die", "die once FILE", "exit", "hang", "raise", "refuse", "garble" (what is
-    no message is sent), or "wait FILE", of which `services.Gate` tells.
+    A prompt may say what happens instead: "die", "die once FILE", "hang", "raise", "refuse", or "wait FILE", of which
+    `services.Gate` tells.
     """
 
     def __init__(self, log=None, info=None):
@@ -35,10 +35,6 @@ class Length:
             os.kill(os.getpid(), signal.SIGKILL)
         if what == "hang":
             time.sleep(3600)
-        if what == "exit":
-            sys.exit(0)
-        if what == "garble":
-            os.write(int(sys.argv[1]), (2).to_bytes(8, "big") + bytes(8) + b"no")
         if what == "raise":
             raise RuntimeError("out of memory")
         return {"error": "it is refused"} if what == "refuse" else {"score": float(len(prompt))}
@@ -105,12 +101,9 @@ class ConfigError(Exception):
 
 
 class Misconfigured:
-    """Cannot be loaded however often; `log` has a line for each time, and `prompt` may have it wait before."""
+    """Cannot be loaded however often."""
 
-    def __init__(self, log=os.devnull, prompt=""):
-        wait_at(prompt)
-        with open(log, "a") as file:
-            file.write("loading\n")
+    def __init__(self):
         raise ConfigError("device is cuda:9, which this machine does not have.")
 
 

@@ -1,4 +1,4 @@
-"""The page at /docs: it needs nothing from elsewhere, lists every route, and its examples work."""
+"""The page at /docs: its examples show every route, and work."""
 
 from __future__ import annotations
 
@@ -12,26 +12,9 @@ import subprocess
 import httpx2 as httpx
 import pytest
 
-from tests.serving.services import fake, in_loop, running, served
+from tests.serving.services import fake, served
 
 CHARACTERS = fake("people", "fake_reward.Characters")
-
-
-@in_loop
-async def test_the_page_loads_nothing_from_elsewhere_and_needs_the_token():
-    async with running({**CHARACTERS, "token": "sesame"}, fake("two"), token="whole") as (_, client):
-        assert (await client.get("/docs")).status_code == 401
-        answer = await client.get("/docs", headers={"Authorization": "Bearer sesame"})
-        document = (await client.get("/openapi.json", headers={"Authorization": "Bearer sesame"})).json()
-    page, policy = answer.text, answer.headers["content-security-policy"]
-    [nonce] = set(re.findall(r"'nonce-([\w-]+)'", policy))
-    assert policy.startswith("default-src 'none'") and page.count(f'nonce="{nonce}"') == 1
-    assert not re.findall(r"<script|@import|url\(|src=|style=|(?:href|action)=\"(?!#|data:,|openapi.json|\./)", page)
-    assert "sesame" not in page
-    for path in document["paths"]:
-        assert f"<code>{path}</code>" in page, path
-    linked = set(re.findall(r'href="#(\w+)"', page))
-    assert linked <= set(re.findall(r'id="(\w+)"', page)) and {"RewardRequest", "ErrorResponse"} <= linked
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl calls")

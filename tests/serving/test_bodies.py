@@ -1,16 +1,10 @@
-"""Requests that would wait too long, take too much, or whose client has gone: refused or dropped before they cost."""
+"""Requests that would wait too long, take too much, or outlast their client: refused before they cost."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from typing import Any
 
-import pytest
-
-from tests.serving.services import Gate, fake, in_loop, rewards, running
-
-BODY = json.dumps({"items": [{"prompt": "a cat"}]}).encode()
+from tests.serving.services import Gate, in_loop, rewards, running
 
 
 @in_loop
@@ -50,40 +44,3 @@ async def test_a_client_may_say_how_long_it_waits(tmp_path):
         for wrong in ("soon", "0", "-1", "nan", "inf"):
             answer = await client.post("/v1/rewards", json=body, headers={"X-Request-Timeout": wrong})
             assert answer.status_code == 400 and "X-Request-Timeout" in answer.text
-
-
-async def sent(app: Any, messages: list[dict[str, Any]], **scope: Any) -> list[dict[str, Any]]:
-    """What the application answers to a request of these messages; after the last one the client says nothing."""
-    answer = []
-
-    async def receive():
-        if messages:
-            return messages.pop(0)
-        await asyncio.Event().wait()
-
-    async def send(message):
-        answer.append(message)
-
-    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    http = {"type": "http", "http_version": "1.1", "method": "POST", "path": "/v1/rewards", "raw_path": b"/v1/rewards"}
-    rest = {"query_string": b"", "root_path": "", "scheme": "http", "headers": headers, "client": ("127.0.0.1", 1)}
-    await app({**http, **rest, "server": ("localhost", 80), "state": {}, **scope}, receive, send)
-    return answer
-
-
-PIECE = {"type": "http.request", "body": BODY[:10], "more_body": True}
-REST = {"type": "http.request", "body": BODY[10:], "more_body": False}
-GONE = {"type": "http.disconnect"}
-
-
-@pytest.mark.parametrize("messages", [[PIECE, GONE], [PIECE, REST, GONE]], ids=["in its body", "while it waits"])
-@in_loop
-async def test_of_a_client_that_has_gone_nothing_is_computed(messages, tmp_path):
-    log = tmp_path / "log"
-    async with running(fake(options={"log": str(log)})) as (service, client):
-        assert (await rewards(client, "before")).status_code == 200
-        assert await sent(client._transport.app, list(messages)) == []
-        assert (await rewards(client, "after")).status_code == 200
-        assert log.read_text().split() == ["before", "after"]
-        assert service.metrics.disconnects._value.get() == 1
-        assert client._transport.app.state.gateway.service is service

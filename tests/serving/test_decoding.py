@@ -108,22 +108,3 @@ async def test_a_decoder_that_cannot_be_loaded_is_seen_and_keeps_nobody_from_ima
             assert latents.status_code == 503 and "see /ready" in latents.json()["error"]["message"]
             pixels = np.zeros((1, 4, 5, 3), np.uint8)
             assert (await one.post("/api/reward/enqueue", content=sent(pixels, media_type="image"))).status_code == 200
-
-
-@in_loop
-async def test_a_trainer_may_send_latents(vae_folder):
-    arguments = decode_args(model_path=vae_folder)
-    async with running(fake("frames", "fake_reward.Frames"), decode_args=arguments) as (_, client):
-        body = sent(latents_of(shape=(1, 16, 3, 1, 2)).astype(np.float16), reward_fn={"frames": 1.0})
-        ticket = (await client.post("/api/reward/enqueue", content=body)).json()["uuid"]
-        asked = {"uuid": ticket, "type": "frames"}
-        while (pulled := await client.post("/api/reward/pull", data=asked)).status_code == 425:
-            pass
-        answer = pulled.json()
-        decoder = (await client.get("/ready")).json()["decoder"]
-    assert decoder == {"ready": 1, "workers": 1, "errors": []}
-    assert answer["scores"] == {"frames": [9]}
-    assert float(answer["decoded_duration"]) > 0
-    assert answer["input_info"]["shape"] == [1, 16, 3, 1, 2]
-    assert answer["input_info"]["dtype"] == "torch.bfloat16"
-    assert answer["input_info"]["video_infos"] == [{"video_fps": 16.0}]

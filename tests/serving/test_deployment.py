@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import yaml
 
 from vlmrm import cli
 from vlmrm.serving.settings import load_settings
-from vlmrm.serving.telemetry import Metrics
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDER = EXAMPLES / "kubernetes"
@@ -79,17 +77,3 @@ def test_the_manifest_s_commands_and_ports_are_the_service_s(name):
         "/ready",
     }
     assert one["livenessProbe"]["httpGet"]["path"] == "/health"  # a worker that loads is no reason to kill it
-
-
-def test_workers_scale_by_a_metric_that_there_is_of_a_reward_that_is_served():
-    scaler = APPLIED["HorizontalPodAutoscaler", "vlmrm-workers"]["spec"]
-    assert (scaler["scaleTargetRef"]["kind"], scaler["scaleTargetRef"]["name"]) in APPLIED
-    [metric] = [one["external"]["metric"] for one in scaler["metrics"]]
-    [gauge] = [one for one in Metrics().registry.collect() if one.name == metric["name"]]
-    assert gauge.type == "gauge"
-    settings = load_settings(FOLDER / "service.toml", {"VLMRM_TOKEN": "t"})
-    assert metric["selector"]["matchLabels"]["reward"] in [reward.name for reward in settings.reward_args]
-    prometheus = (FOLDER / "prometheus.yaml").read_text()
-    assert re.findall(r"(?:seriesQuery: |max\()(\w+)", prometheus) == [metric["name"]] * 2
-    [endpoint] = objects("prometheus.yaml")["PodMonitor", "vlmrm"]["spec"]["podMetricsEndpoints"]
-    assert endpoint["authorization"]["credentials"]["key"] == "VLMRM_TOKEN"

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import re
 
 import pytest
 
 from tests.serving.sent_media import data_uri, png
 from tests.serving.services import HERE, Gate, fake, in_loop, queued, rewards, running
 from vlmrm.conversation import Conversation, Image, Message, Sample
-from vlmrm.errors import ConfigError, RowError
+from vlmrm.errors import RowError
 from vlmrm.formats.flow_factory import (
     PromptTemplate,
     conversation_to_sample,
     read_sample,
     sample_to_conversation,
 )
-from vlmrm.serving.engines import RewardEngine, ScorerEngine
 
 RED, BLUE = b"red", b"blue"
 
@@ -121,25 +119,3 @@ async def test_a_reward_of_images_or_videos_needs_one_of_them():
         assert service.info("either")["required"] == ["prompt"]
     wrong = "it has no image or video, which this reward needs"
     assert [(one["score"], one["error"]) for one in data] == [(1, None), (2, None), (None, wrong)]
-
-
-@pytest.mark.parametrize(("temperature", "deterministic"), [(0.0, True), (0.5, False)])
-def test_a_judge_is_deterministic_where_it_does_not_sample(temperature, deterministic):
-    judge = RewardEngine(
-        **{"name": "judge", "reward_model": "vllm_evaluate", "vlm_model": "m", "temperature": temperature},
-        **{"api_base_url": "http://judge/v1", "device": "cpu"},
-    )
-    assert judge.info["deterministic"] is deterministic
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"custom_promt": "x"}, "unknown option custom_promt: did you mean custom_prompt?"),
-        ({"processes": "four"}, "processes is 'four': write a number of processes, or 0 for a thread"),
-        ({"processes": -1}, "processes is -1"),
-    ],
-)
-def test_options_of_a_trained_model_that_do_not_exist_are_a_wrong_configuration(options, sentence):
-    with pytest.raises(ConfigError, match=re.escape(sentence)):  # for which a worker is not started again
-        ScorerEngine(model="any", **options)

@@ -57,14 +57,6 @@ def score_of(response: httpx.Response) -> float:
 
 
 @in_loop
-async def test_a_batch_is_prepared_while_the_one_before_is_computed(tmp_path):
-    async with two_batches(tmp_path, "second") as (service, gate, answers):
-        assert service.replicas["length"][0].busy
-        assert [score_of(answer) for answer in await answers()] == [len(gate.prompt), 6]
-        await eventually(lambda: not service.replicas["length"][0].busy)
-
-
-@in_loop
 async def test_both_batches_of_a_worker_that_is_killed_are_computed_by_the_next(tmp_path):
     async with two_batches(tmp_path, "second") as (_, gate, answers):
         assert gate.worker is not None

@@ -81,11 +81,6 @@ def test_a_script_that_fails_stops_all_and_is_run_again(place):
     assert len(calls(place)) == 3
 
 
-def test_a_script_that_makes_no_environment_has_failed(place):
-    with pytest.raises(ConfigError, match=r"made no .*venv0/bin/python"):
-        prepare(write(place, {}, script="exit 0\n"), print)
-
-
 def test_the_example_is_a_configuration_whose_rewards_all_exist(tmp_path):
     everything = tmp_path / "service.toml"
     everything.write_text(EXAMPLE.read_text().replace("enable = false", "enable = true"))

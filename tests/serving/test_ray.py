@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import vlmrm
 from tests.serving.services import eventually, fake, in_loop, rewards, running
 from vlmrm.errors import ConfigError
 from vlmrm.serving.settings import validate_settings
@@ -86,25 +85,6 @@ async def test_a_worker_in_the_cluster_is_like_one_of_this_machine(cluster, tmp_
 
     # What the service had is free.
     await eventually(lambda: ray.available_resources().get("CPU", 0) >= ray.cluster_resources()["CPU"])
-
-
-@in_loop
-async def test_what_a_node_refuses_is_said_in_a_sentence(cluster, tmp_path, monkeypatch):
-    start = "the worker of length cannot be started by Ray: "
-    async with running(fake(venv_python=str(tmp_path / "python")), ray_address=cluster.address, **PLACE) as (
-        service,
-        _,
-    ):
-        await eventually(lambda: service.health("length").errors)
-        assert service.health("length").errors == [f"{start}cannot be started: python: No such file or directory"]
-    here = vlmrm.__version__
-    monkeypatch.setattr("vlmrm.__version__", "0.0.9")
-    async with running(ray_address=cluster.address, **PLACE) as (service, client):
-        await eventually(lambda: service.replicas["length"][0].lost)
-        answer = await rewards(client, "a")
-    assert answer.status_code == 503
-    [error] = service.health("length").errors
-    assert error == f"{start}a node has vlmrm {here} and the service 0.0.9: install the same."
 
 
 def test_what_does_not_go_with_ray_is_refused_by_name():

@@ -20,7 +20,7 @@ from vlmrm.serving import redis_backend
 from vlmrm.serving.backend import Job, QueueAway, State
 from vlmrm.serving.redis_backend import RedisBackend
 from vlmrm.serving.server import serve
-from vlmrm.serving.service import Service, make_backend
+from vlmrm.serving.service import make_backend
 
 
 @pytest.fixture(autouse=True)
@@ -146,16 +146,6 @@ async def test_the_password_is_asked_for_and_not_told(start_redis, caplog, monke
 
 
 @in_loop
-async def test_a_cluster_is_refused_by_name(start_redis, monkeypatch, caplog):
-    monkeypatch.setattr(redis_backend, "PATIENCE_S", 0.1)
-    server = start_redis("--cluster-enabled", "yes")
-    async with queues(1, server.settings) as (queue,):
-        await eventually(lambda: "it is a Redis Cluster" in caplog.text)
-        with pytest.raises(QueueAway, match="it is a Redis Cluster, which the queue cannot use"):
-            await queue.put(job("a"))
-
-
-@in_loop
 async def test_sentinels_name_the_master_and_a_fail_over_loses_nothing(start_redis, tmp_path):
     first = start_redis("--repl-diskless-sync-delay", "0")
     second = start_redis("--appenddirname", "second", "--replicaof", f"127.0.0.1 {first.port}")
@@ -239,10 +229,3 @@ def test_roles_need_a_queue_that_they_share(tmp_path, role):
     (tmp_path / "service.toml").write_text('[[reward_args]]\nreward_type = "length"\n')
     with pytest.raises(ConfigError, match="set redis_host"):
         serve(tmp_path / "service.toml", None, {"port": 0}, role)
-
-
-@pytest.mark.parametrize("url", ["http://secret", "redis://h:secret/w@h", "redis://h?secret=1"])
-def test_an_address_of_redis_that_cannot_be_used_is_refused(url):
-    with pytest.raises(ConfigError, match="redis_url") as error:
-        Service(settings_of(fake(), redis_url=url), workers=False)
-    assert "secret" not in str(error.value)

@@ -8,18 +8,9 @@ import signal
 
 import pytest
 
-from tests.serving.services import Gate, eventually, fake, in_loop, queued, rewards, running, settings_of
+from tests.serving.services import Gate, eventually, fake, in_loop, queued, rewards, running
 from vlmrm.conversation import Outcome
-from vlmrm.serving.service import NotServing, Service
 from vlmrm.serving.worker_spec import revision_of
-
-
-@in_loop
-async def test_scores_come_in_request_order():
-    async with running() as (_, client):
-        answer = (await rewards(client, "aaa", "", "bb")).json()
-    assert [one["score"] for one in answer["data"]] == [3, 0, 2]
-    assert [one["index"] for one in answer["data"]] == [0, 1, 2]
 
 
 @in_loop
@@ -151,15 +142,6 @@ async def test_a_reward_that_is_not_deterministic_is_asked_every_time(tmp_path):
 
 
 @in_loop
-async def test_a_worker_that_dies_while_idle_is_replaced():
-    async with running() as (service, client):
-        await rewards(client, "a")
-        [replica] = service.replicas["length"]
-        os.kill(replica.process_id, signal.SIGKILL)
-        assert (await rewards(client, "ccc")).json()["data"][0]["score"] == 3
-
-
-@in_loop
 async def test_a_reward_that_cannot_be_loaded_is_said_and_refused(tmp_path):
     gate = Gate(tmp_path)
     async with running(fake("broken", "fake_reward.Broken", options={"prompt": gate.prompt})) as (service, client):
@@ -176,20 +158,6 @@ async def test_a_reward_that_cannot_be_loaded_is_said_and_refused(tmp_path):
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         assert (await client.get("/health")).status_code == 200
         assert (await waiting).status_code == 504
-
-
-@in_loop
-async def test_a_reward_whose_configuration_cannot_work_is_not_loaded_again_and_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("vlmrm.serving.replica.BACKOFF_S", (0.0, 0.0))
-    log = tmp_path / "log"
-    service = Service(settings_of(fake("wrong", "fake_reward.Misconfigured", options={"log": str(log)})))
-    [replica] = service.replicas["wrong"]
-    loop = asyncio.create_task(replica.run())
-    await eventually(lambda: loop.done() or (log.exists() and log.read_text().count("loading") > 1))
-    assert loop.done() and log.read_text().count("loading") == 1
-    assert "device is cuda:9, which this machine does not have" in service.health("wrong").errors[0]
-    with pytest.raises(NotServing, match="the reward wrong cannot be computed now: see /ready"):
-        await service.submit("wrong", [{"prompt": "a"}])
 
 
 @in_loop
@@ -219,23 +187,6 @@ async def test_a_full_queue_says_when_to_come_again(tmp_path):
         gate.open()
         assert [(await one).status_code for one in accepted] == [200] * 3
         assert (await rewards(client, "c")).status_code == 200
-
-
-@in_loop
-async def test_over_max_requests_one_is_told_to_come_again(tmp_path):
-    gate = Gate(tmp_path)
-    async with running(limits={"max_requests": 2}) as (service, client):
-        answered = [asyncio.create_task(rewards(client, gate.prompt))]
-        await gate.reached()
-        answered.append(asyncio.create_task(rewards(client, "a")))
-        await queued(service, 1)
-        for prompt in "bc":
-            refused = await rewards(client, prompt, timeout=1)
-            assert refused.status_code == 503 and refused.headers["Retry-After"] == "1"
-        assert (await client.get("/health")).status_code == 200
-        gate.open()
-        assert [(await one).status_code for one in answered] == [200, 200]
-        assert (await rewards(client, "later")).status_code == 200
 
 
 @in_loop

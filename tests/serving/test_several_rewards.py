@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tests.serving.sent_media import png
 from tests.serving.services import fake, in_loop, rewards, running
 
 
@@ -39,19 +38,3 @@ async def test_a_token_opens_all_of_several_rewards_or_none():
         client.headers = {"Authorization": "Bearer first"}
         assert (await rewards(client, "a", models=["one"])).status_code == 200
         assert (await rewards(client, "a", models=["one", "two"])).status_code == 401
-
-
-@in_loop
-async def test_several_rewards_fetch_an_image_once(monkeypatch):
-    fetched = []
-
-    async def fetch(self, remote, budget):
-        fetched.append(remote)
-        return {"bytes": png()}
-
-    monkeypatch.setattr("vlmrm.serving.media.Fetcher.image", fetch)
-    sizes = [fake(name, "fake_reward.ImageBytes") for name in ("one", "two")]
-    item = {"prompt": "a", "image": "http://pictures.test/a.png"}
-    async with running(*sizes, allowed_hosts=["pictures.test"]) as (_, client):
-        answer = (await client.post("/v1/rewards", json={"models": ["one", "two"], "items": [item]})).json()
-    assert [it["data"][0]["raw"] for it in answer["rewards"].values()] == [len(png())] * 2 and len(fetched) == 1

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
-import subprocess
-from html.parser import HTMLParser
-from pathlib import Path
 from urllib.parse import quote, urlencode
 
-import httpx2 as httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.browser import CHROMIUM, Browser
 from tests.serving.sent_media import data_uri, png
 from tests.serving.services import Gate, fake, in_loop, queued, rewards, running
 from tests.serving.test_server import served
 
-CHROMIUM = shutil.which("chromium")
 EVIL = '<img src=x onerror="document.title=1">'
 
 
@@ -101,70 +96,32 @@ async def test_prometheus_can_scrape_what_happened(tmp_path):
 # In Chromium -------------------------------------------------------------------------------------------------------
 
 
-class Page(HTMLParser):
-    """The text of each element that has an id; and the widths of the bars."""
-
-    def __init__(self, html: str):
-        super().__init__()
-        self.texts: dict[str, str] = {}
-        self.bars: list[tuple[str, str]] = []
-        self._open: list[tuple[str, str | None]] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag, attrs):
-        given = dict(attrs)
-        if tag not in ("meta", "link", "input", "img", "br"):
-            self._open.append((tag, given.get("id")))
-        if (given.get("class") or "").startswith("bar"):
-            self.bars.append((given["class"] or "", given.get("style") or ""))
-
-    def handle_endtag(self, tag):
-        while self._open and self._open.pop()[0] != tag:
-            pass
-
-    def handle_data(self, data):
-        for _, name in self._open:
-            if name is not None:
-                self.texts[name] = self.texts.get(name, "") + data
-
-
-def browse(folder: Path, address: str, *options: str) -> tuple[str, str]:
-    """The page as Chromium has it in the end, and what it complained about."""
-    command = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'chromium'}"]
-    command += ["--enable-logging=stderr", "--virtual-time-budget=10000", *options]
-    done = subprocess.run([str(CHROMIUM), *command, address], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
-
-
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 def test_the_form_scores_answers_in_a_browser(tmp_path):
     asked = {"prompt": "What is this?", "answer": ["A cat.", EVIL, "refuse"], "image": data_uri(png()), "run": ""}
     fragment = urlencode(asked, doseq=True, quote_via=quote)
-    with served(tmp_path, 'token = "the-token"', engine="fake_reward.Answers") as (_, url, _):
-        html, complaints = browse(tmp_path, url.replace("//", "//user:the-token@") + f"/#{fragment}", "--dump-dom")
-        token = {"Authorization": "Bearer the-token"}
-        scored = httpx.get(f"{url}/v1/status", headers=token, timeout=300).json()
-    page = Page(html)
-    assert complaints == ""
-    assert page.texts["state"] == "ready"
-    assert "length" in page.texts["rewards"] and "1 of 1" in page.texts["rewards"]
-    assert "A cat." in page.texts["scores"] and EVIL in page.texts["scores"]  # as text
-    assert "6.000" in page.texts["scores"] and f"−{len(EVIL)}.000" in page.texts["scores"]
-    assert "it is refused" in page.texts["scores"] and "it is refused" in page.texts["failures"]
-    assert [kind for kind, _ in page.bars] == ["bar", "bar negative"]
-    assert f"width: {100 * 6 / (6 + len(EVIL)):.4f}"[:14] in page.bars[0][1]
-    assert "Items: 3, at most 3 a minute; requests: 1" in page.texts["hour"]
-    assert sum(scored["rewards"][0]["hour"]["items"]) == 3
-    assert "<title>vlmrm reward service</title>" in html
+    refused = "document.getElementById('failures').innerText.includes('it is refused')"
+    with (
+        served(tmp_path, 'token = "the-token"', engine="fake_reward.Answers") as (_, url, _),
+        Browser(tmp_path / "chromium") as browser,
+    ):
+        browser.call("Page.navigate", url=url.replace("//", "//user:the-token@") + f"/#{fragment}")
+        browser.evaluate(f"new Promise((done) => setInterval(() => {refused} && done(), 50))")
+        shown = browser.evaluate(
+            "Object.fromEntries([...document.querySelectorAll('[id]')].map((one) => [one.id, one.textContent]))"
+        )
+        bars = browser.evaluate(
+            "[...document.querySelectorAll('.bar')].map((one) => [one.className, one.style.width])"
+        )
+        title = browser.evaluate("document.title")
 
-
-@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_errors_are_shown_in_a_browser(tmp_path):
-    decoder = f'decode_args = {{ model_path = "vae", venv_python = "{tmp_path / "python"}" }}'
-    with served(tmp_path, decoder, engine="fake_reward.Answers") as (_, url, _):
-        html, complaints = browse(tmp_path, f"{url}/#prompt=raise&run", "--dump-dom")
-    page = Page(html)
-    assert "RuntimeError: out of memory" in page.texts["problem"]
-    assert "decoder of latents" in page.texts["rewards"] and "cannot be started" in page.texts["rewards"]
-    assert complaints == ""
+    assert browser.complaints == []
+    assert shown["state"] == "ready"
+    assert "length" in shown["rewards"] and "1 of 1" in shown["rewards"]
+    assert "A cat." in shown["scores"] and EVIL in shown["scores"]  # as text
+    assert "6.000" in shown["scores"] and f"−{len(EVIL)}.000" in shown["scores"]
+    assert "it is refused" in shown["scores"]
+    assert [kind for kind, _ in bars] == ["bar", "bar negative"]
+    assert float(bars[0][1].removesuffix("%")) == pytest.approx(100 * 6 / (6 + len(EVIL)), abs=1e-3)
+    assert "Items: 3, at most 3 a minute; requests: 1" in shown["hour"]
+    assert title == "vlmrm reward service"

@@ -67,10 +67,3 @@ def test_a_request_is_traced_to_its_batch_and_its_id_is_in_every_line(spans, tmp
     ] * 2
     assert "request_id=it-7 Traceback" in said  # the worker's own
     assert not [it for it in spans if "/ready" in it.name]
-
-
-def test_without_a_collector_nothing_is_traced(tmp_path, monkeypatch):
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
-    with hosts(tmp_path, "", settings={}) as [host]:
-        answer = httpx.post(f"{host.url}/v1/rewards", json={"items": [{"prompt": "a"}]}, timeout=300)
-        assert answer.status_code == 200 and "telemetry" not in host.said.read_text().lower()
