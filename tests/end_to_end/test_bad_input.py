@@ -15,7 +15,6 @@ from torch.utils.data import get_worker_info
 
 from tests.runs import colour_pairs, finish, short_training, start, words, write_rows
 from vlmrm import cli
-from vlmrm.commands.demo import run_demo
 from vlmrm.errors import TrainingError
 from vlmrm.rendering import Renderer
 
@@ -134,25 +133,6 @@ def test_a_command_overwrites_nothing_that_it_did_not_make(refused, tiny_reward_
     assert kept(folder) == before
 
 
-@pytest.mark.smoke
-def test_an_earlier_demo_is_replaced(tmp_path, monkeypatch, capsys):
-    """Also one that was interrupted."""
-
-    class Interrupted(Exception):
-        pass
-
-    def interrupt(*args, **kwargs):
-        raise Interrupted
-
-    monkeypatch.setattr("vlmrm.commands.demo.train", interrupt)
-    for _ in range(2):
-        with pytest.raises(Interrupted):
-            run_demo(tmp_path / "demo")
-        (tmp_path / "demo/training/checkpoint-1").mkdir(parents=True)
-    assert "replacing" in capsys.readouterr().out
-    assert (tmp_path / "demo/data/train_answers.jsonl").exists()
-
-
 @pytest.mark.parametrize("fault", ["absent", "no head", "another architecture", "a contradiction", "no processor"])
 def test_a_model_that_cannot_be_used_is_named(refused, training, tmp_path, tiny_checkpoint, tiny_reward_model, fault):
     folder = tmp_path / "model"
@@ -186,16 +166,6 @@ def test_an_evaluation_set_without_a_pair_stops_before_the_first_step(refused, t
     sentence = refused(5, "train", *training(**keys))
     assert "eval_dataset_path" in sentence and ("max_seq_length" in sentence) == (fault == "overlong")
     assert not list((tmp_path / "out").glob("*/COMPLETE.json"))
-
-
-def test_a_large_share_of_rows_left_out_is_said(train_here, tmp_path, capsys):
-    data = colour_pairs(tmp_path / "data", 8)
-    rows = [json.loads(line) for line in data.read_text().splitlines()]
-    for row in rows[:3]:
-        row["chosen"] = "long " * 200
-    write_rows(data, rows)
-    train_here(data, max_seq_length=120, max_dropped_share=0.5, max_steps=4)
-    assert "3 of 8 rows (38 %) were left out" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(refused, training, tmp_path):
@@ -246,15 +216,6 @@ def test_a_disk_that_fills_up_while_saving_spares_earlier_checkpoints(tmp_path, 
     assert output.rstrip().splitlines()[-1].startswith(f"error: {tmp_path}/out/checkpoint-4 could not be saved: ")
     assert not (tmp_path / "out/checkpoint-4/COMPLETE.json").exists()
     assert before == {path: path.read_bytes() for path in before}
-
-
-def test_a_full_disk_is_called_one(train_here, tmp_path, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("vlmrm.training.folder.write_complete", full)
-    with pytest.raises(TrainingError, match=r"checkpoint-2 could not be saved: the disk is full"):
-        train_here(colour_pairs(tmp_path / "data", 4), save_steps=2)
 
 
 def test_no_memory_on_the_accelerator_says_what_to_lower(train_here, tmp_path, monkeypatch):

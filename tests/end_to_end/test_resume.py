@@ -19,18 +19,14 @@ from tests.runs import (
     logged,
     short_training,
     start,
-    text_pairs,
     train,
     words,
-    write_rows,
 )
-from vlmrm.errors import CheckpointError, ConfigError, Interrupted, Preempted
+from vlmrm.errors import CheckpointError, ConfigError, Interrupted
 from vlmrm.modeling import make_tiny
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.callbacks import PreemptionCallback
 
 KILLED = Path(__file__).with_name("killed_training.py")
-USABLE = 4  # the row that is among those of the third step
 LONG = {"max_steps": 14, "save_steps": 4, "use_irrelevant_queries": True}
 # With an epoch of five steps: within the second, at its end, and in the third.
 KINDS = {
@@ -231,13 +227,6 @@ def test_a_resumed_run_takes_another_rate_and_schedule(two_checkpoints, train_he
     assert 0 < largest_difference(out / "checkpoint-4", out / "checkpoint-6") < 1e-4
 
 
-def test_a_schedule_that_follows_the_loss_is_not_entered_in_its_middle(two_checkpoints, train_here):
-    _, data = two_checkpoints
-    keys = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_dataset_path": data, "eval_strategy": "steps"}
-    with pytest.raises(ConfigError, match="lr_scheduler_type was linear"):
-        train_here(data, max_steps=6, resume_from_checkpoint="auto", **keys)
-
-
 def test_ctrl_c_names_the_checkpoint_to_continue_from(two_checkpoints, train_here, monkeypatch):
     out, data = two_checkpoints
 
@@ -307,36 +296,6 @@ def test_checkpoints_that_were_whole_and_are_not_are_not_written_over(two_checkp
     assert left == before
 
 
-def too_long_but_one(folder: Path) -> Path:
-    """Ten rows, of which the one that the third step reads is not over 100 tokens."""
-    file = text_pairs(folder, 10)
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for number, row in enumerate(rows):
-        if number != USABLE:
-            row["prompt"] = "over and " * 100
-    return write_rows(file, rows)
-
-
-def test_a_last_step_without_a_usable_row_ends_a_resumed_run_as_it_does_a_whole_one(train_here, tmp_path):
-    data, keys = too_long_but_one(tmp_path / "data"), {"max_seq_length": 100, "save_steps": 4, "max_dropped_share": 1}
-    train_here(data, max_steps=4, **keys, lr_scheduler_type="constant")
-    train_here(data, max_steps=5, **keys, lr_scheduler_type="constant", resume_from_checkpoint="auto")
-    dropped = [
-        json.loads(line)["step"] for line in (tmp_path / "out/rank0_dropped_rows.jsonl").read_text().splitlines()
-    ]
-    assert dropped.count(4) == 2, "the last step had a usable row"
-    train_here(data, "whole", max_steps=5, **keys, lr_scheduler_type="constant")
-    assert_equal_weights(tmp_path / "out/final", tmp_path / "whole/final")
-
-
-def test_sigterm_before_any_usable_row_says_that_nothing_was_saved(train_here, tmp_path, monkeypatch):
-    data = too_long_but_one(tmp_path / "data")
-    monkeypatch.setattr(PreemptionCallback, "on_train_begin", lambda self, *args, **kwargs: self._request(15, None))
-    with pytest.raises(Preempted, match="stopped by SIGTERM before any row was trained on, so nothing was saved"):
-        train_here(data, max_seq_length=100, max_dropped_share=1)
-    assert not list((tmp_path / "out").glob("checkpoint-*"))
-
-
 def test_a_run_is_not_resumed_on_other_data_but_on_the_same_elsewhere(
     two_checkpoints, train_here, tmp_path, tiny_checkpoint, capsys
 ):
@@ -352,14 +311,6 @@ def test_a_run_is_not_resumed_on_other_data_but_on_the_same_elsewhere(
     colour_pairs(data.parent, 9)
     with pytest.raises(ConfigError, match="dataset_path is not the one"):
         train_here(data, max_steps=8, resume_from_checkpoint="auto")
-
-
-def test_a_new_run_from_a_checkpoint_takes_another_rate(two_checkpoints, train_here, tmp_path):
-    """The refusal advises it."""
-    out, data = two_checkpoints
-    train_here(data, "next", model=out / "checkpoint-4", learning_rate=1e-7, max_steps=1, save_steps=1)
-    assert logged(tmp_path / "next/checkpoint-1", "learning_rate") == [1e-7]
-    assert 0 < largest_difference(out / "checkpoint-4", tmp_path / "next/final") < 1e-5
 
 
 def test_weights_without_an_optimizer_are_no_state_to_resume_from(two_checkpoints, train_here):
@@ -411,15 +362,3 @@ def test_older_checkpoints_go_only_when_the_new_one_is_whole(train_here, tmp_pat
     train_here(data, max_steps=6, save_steps=2, save_total_limit=1)
     assert others_then["checkpoint-4"] == {"checkpoint-2"}
     assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-6"}
-
-
-def test_a_run_whose_checkpoint_goes_while_it_trains_saves_its_result(train_here, tmp_path):
-    data, keys = colour_pairs(tmp_path / "data", 8), {"save_steps": 2, "save_total_limit": 1}
-    train_here(data, max_steps=2, **keys)
-    result = train_here(data, max_steps=4, resume_from_checkpoint="auto", **keys)
-    assert not (tmp_path / "out/checkpoint-2").exists() and (result.model_dir / "COMPLETE.json").exists()
-
-
-def test_nothing_to_resume_starts_from_the_beginning_and_says_so(train_here, tmp_path, capsys):
-    train_here(colour_pairs(tmp_path / "data", 4), max_steps=1, resume_from_checkpoint="auto")
-    assert "starting from the beginning" in capsys.readouterr().err
