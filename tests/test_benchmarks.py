@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import BENCHMARKS, flops, harness
+from benchmarks import BENCHMARKS, flops
 from benchmarks.contest import Contest
 from benchmarks.shapes import Pair, candidates, configuration, training
 from tests import preloaded
@@ -76,11 +75,6 @@ def test_a_benchmark_that_cannot_run_here_says_why():
     assert "skipped: nowhere has no vl_expert_train.jsonl" in result.stdout
 
 
-def test_ratios_are_of_neighbours():
-    timings = harness.Timings({"slow": [2.0, 30.0, 4.0], "fast": [1.0, 10.0, 1.0]})
-    assert timings.ratio("slow", "fast") == {"measured": 3.0, "lowest": 2.0, "highest": 4.0}
-
-
 PAIRS = [Pair(16, 8, 5, 9), Pair(16, 6, 7, 3)]
 
 
@@ -128,31 +122,3 @@ def test_operations_are_those_that_torch_counts(work, size, monkeypatch):
     most = 0.02 if size == "state_tiny" else 0.01
     assert counted(contest.naive_scores, contest.naive_inputs()) == pytest.approx(padded.forward, rel=most)
     assert counted(contest.our_scores, contest.our_inputs()) == pytest.approx(shared.forward, rel=most)
-
-
-@pytest.mark.parametrize("size", ["tiny", "windows_tiny", "state_tiny"])
-def test_attention_is_counted_as_the_kernel_is_called(size):
-    """Both ways' calls of torch's attention, as a mode sees them: queries times keys, half of it without a mask."""
-    config = configuration(size, 16)
-    made = training(config, PAIRS)
-    contest = Contest(config, made)
-    for scores, inputs, count in (
-        (contest.our_scores, contest.our_inputs(), partial(flops.of_shared, config, contest.our_inputs())),
-        (contest.naive_scores, contest.naive_inputs(), partial(flops.of_padded, config, made.conversations)),
-    ):
-        with Attended() as attended, torch.no_grad():
-            scores(inputs)
-        assert attended.operations == pytest.approx(count().forward - count(attention=False).forward)
-
-
-class Attended(TorchFunctionMode):
-    """Adds up the operations of attention's two products."""
-
-    operations = 0.0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            query, key, *_ = args
-            pairs = query.shape[0] * query.shape[2] * key.shape[2] / (2 if (kwargs or {}).get("is_causal") else 1)
-            self.operations += 4 * pairs * query.shape[1] * query.shape[3]
-        return func(*args, **(kwargs or {}))

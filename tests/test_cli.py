@@ -82,21 +82,6 @@ def test_help_of_a_verb_shows_examples_of_its_own(capsys):
         cli.app.parse_args(shlex.split(example), exit_on_error=False, print_error=False)
 
 
-def test_completion_is_installed_into_a_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(SystemExit) as ended:
-        cli.app(["--install-completion", "--shell", "bash", "--output", str(tmp_path / "completion")])
-    assert not ended.value.code
-    script = (tmp_path / "completion").read_text()
-    words = ["train --learning", "plan --overlong ''", "eval --model_d", "check-data --media"]
-    complete = f"source {tmp_path}/completion; it() {{ COMP_WORDS=($@); COMP_CWORD=$(($# - 1)); _vlmrm; }}; "
-    complete += "; ".join(f"it vlmrm {word}; echo ${{COMPREPLY[@]}}" for word in words)
-    done = subprocess.run(["bash", "-c", complete], capture_output=True, text=True, check=False)
-    assert done.stdout.split("\n") == ["--learning_rate", "drop trim error", "--model_dirs", "--media_sample", ""], (
-        script
-    )
-
-
 @pytest.mark.parametrize("option", ["--image", "--response-image"])
 @pytest.mark.parametrize(("image", "said"), [("https://host/cat.jpg", "download"), ("no.jpg", "does not exist")])
 def test_a_picture_is_looked_for_before_the_model(option, image, said, capsys):
@@ -104,14 +89,3 @@ def test_a_picture_is_looked_for_before_the_model(option, image, said, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.run(lambda: cli.app(words))
     assert stopped.value.code == 3 and f"{image} " in (error := capsys.readouterr().err) and said in error
-
-
-@pytest.mark.parametrize("words", [["demo", "--output"], ["frames", "demo", "--output"], ["init-tiny"]])
-@pytest.mark.parametrize("name", ["notes.txt", "notes.txt/below"])
-def test_a_file_in_the_place_of_a_folder_is_said_in_one_sentence(words, name, tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(SystemExit) as ended:
-        cli.run(lambda: cli.app([*words, str(tmp_path / name)]))
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {tmp_path / name} ")
-    assert (tmp_path / "notes.txt").read_text() == "mine"

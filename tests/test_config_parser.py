@@ -139,12 +139,6 @@ def test_a_missing_file_names_the_nearest_one(tmp_path):
     assert message.endswith("7b_config.yaml?")
 
 
-def test_a_folder_or_binary_file_is_refused(tmp_path):
-    assert "cannot be read" in refusal(load_file, tmp_path)
-    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read" in refusal(load_file, tmp_path / "c.yaml")
-
-
 def test_env_sets_environment_variables(read, monkeypatch):
     monkeypatch.setenv("VLMRM_TEST_VARIABLE", "old")
     read("env:\n  VLMRM_TEST_VARIABLE: 3")

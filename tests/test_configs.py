@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +20,7 @@ from vlmrm.keys import FILE, read_words
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.rewards import RewardArguments
 from vlmrm.serving.settings import RewardSettings
-from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
-from vlmrm.training.memory import estimate_memory
+from vlmrm.training.arguments import RewardTrainingArguments
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference.py"
@@ -68,26 +66,6 @@ def test_a_training_configuration_is_parsed(name):
     assert args.bf16 is content["bf16"]
 
 
-def planned(name: str) -> tuple[str, list[float]]:
-    """Return the machine that a header names and its gigabytes: weights, states, activations, CUDA, and the sum."""
-    head = " ".join((CONFIGS / f"{name}.yaml").read_text().split("\n\n")[0].replace("#", " ").split())
-    machine, _, figures = head.partition("Needs ")[2].partition(" (estimated, not measured): ")
-    return machine, [float(figure) for figure in re.findall(r"([\d.]+) GB", figures)]
-
-
-@pytest.mark.parametrize("name", ["3b_lora_24gb", "7b_full_4x80gb", "7b_full_8x80gb", "mimo7b_config_balance_vanilla"])
-def test_the_planned_states_are_those_of_the_configuration(name, tmp_path):
-    """Without activations, which docs/memory.py traces in minutes."""
-    memory = runpy.run_path(str(ROOT / "docs" / "memory.py"))
-    keys = memory["with_engine"](yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()))
-    model = memory["checkpoint"](memory["model_of"](keys), tmp_path / "model")
-    run = RunArguments.parse([str(CONFIGS / f"{name}.yaml"), f"--model_name_or_path={model}", "--use_cpu"], "test")
-    machine, [weights, states, *_] = planned(name)
-    needed = estimate_memory(run, memory["ranks_of"](machine))
-    assert weights == pytest.approx(needed.weights / 1e9, abs=0.051)
-    assert states == pytest.approx((needed.gradients + needed.optimizer) / 1e9, abs=0.051)
-
-
 @pytest.mark.parametrize("name", EVALUATION)
 def test_an_evaluation_configuration_is_parsed(name):
     content = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
@@ -109,14 +87,6 @@ def test_deepspeed_takes_its_auto_values_from_the_configuration(name, stage):
     assert "auto" not in str(config)
 
 
-def test_the_command_line_beats_the_file():
-    model, data, args = training(
-        "qwen7b_config_balance_irrelevant", "--learning_rate", "5e-6", "--freeze_vit", "true", "--max_pixels=12544"
-    )
-    assert (args.learning_rate, model.freeze_vit, data.max_pixels) == (5e-6, True, 12544)
-    assert args.use_irrelevant_queries
-
-
 @pytest.mark.parametrize(("word", "name"), [("bf16", "bfloat16"), ("fp32", "float32"), ("float16", "float16")])
 def test_a_type_of_weights_has_the_same_words_everywhere(tmp_path, word, name):
     config = tmp_path / "config.yaml"
@@ -126,11 +96,6 @@ def test_a_type_of_weights_has_the_same_words_everywhere(tmp_path, word, name):
     served = RewardSettings(reward_type="vlm_reward", dtype=word)
     assert {model.dtype, evaluation.dtype, served.dtype} == {name}
     assert RewardArguments(reward_model="vlm_reward", dtype=word, device="cpu").dtype is getattr(torch, name)
-
-
-def test_an_unknown_dtype_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="dtype is 'int8': choose from auto, bfloat16, float16, float32"):
-        parse([ModelArguments], ["--dtype", "int8"], "train_rm.py")
 
 
 @pytest.mark.parametrize("word", ["null", "None", "false", ""])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import math
-import pickle
 import re
 
 import pytest
@@ -42,27 +41,19 @@ def test_the_examples_in_its_docstrings_are_true():
         (lambda: Text(3), RowError, "must be a text, got 3"),
         (lambda: Text("half \ud83d"), RowError, "'\\ud83d', half of a character"),
         (lambda: Image(3), MediaError, "3 is no reference to an image"),
-        (lambda: Image({"path": "a.png"}), MediaError, "no reference to an image"),
-        (lambda: Video(["a.png", {"path": "b.png"}]), MediaError, "{'path': 'b.png'} is no reference to a frame"),
         (lambda: Video(("a.png", "b.png"), VideoOptions(max_frames=2)), MediaError, "max_frames of a video"),
         (lambda: Message("", ()), RowError, "role of a message must be a text"),
         (lambda: Message("user", "Hello"), RowError, "a user message holds 'H'"),
-        (lambda: Message("user", ({"type": "text"},)), RowError, "a user message holds {'type': 'text'}"),
         (lambda: Message.of("usr", "?"), RowError, "did you mean user?"),
         (lambda: Message.of("gpt", "?"), RowError, "gpt is called assistant here"),
         (lambda: Conversation(()), RowError, "no message"),
-        (lambda: Conversation([{"role": "user"}]), RowError, "a conversation holds {'role': 'user'}"),
         (lambda: Conversation([Message.of("user", Image())]), RowError, "empty image part"),
         (lambda: Conversation([ASKED]).answer, RowError, "there is no answer"),
         (lambda: Judgement((0, 1), (1,)), RowError, "1 values judge the answers [0, 1]"),
-        (lambda: Judgement((0, 0), (1, 0)), RowError, "2 values judge the answers [0, 0]"),
         (lambda: Judgement((0, 1), (1, math.nan)), RowError, "the score of answer 2 is nan"),
-        (lambda: Judgement((0, 1), ("good", 0)), RowError, "the score of answer 1 is 'good'"),
-        (lambda: Judgement((0, 1), (1, 0), margin=math.inf), RowError, "`margin` is inf"),
         (lambda: Comparison("r", (ASKED,), TWO, (Judgement((0, 2), (1, 0)),)), RowError, "answers [0, 2] are judged"),
         (lambda: Comparison("r", (ASKED,), TWO).judgement, RowError, "not judged"),
         (lambda: Outcome(), RowError, "a score or an error"),
-        (lambda: Outcome(math.nan), RowError, "its score is nan"),
     ],
 )
 def test_nonsense_is_refused_when_it_is_made(make, error, sentence):
@@ -94,15 +85,6 @@ def test_options_of_a_video_that_contradict_each_other_are_refused(options, sent
         VideoOptions(**options)
     size = {"resized_height": 56, "resized_width": 56}  # which is then its size, whatever the limits
     assert VideoOptions(**{**options, **size}).as_dict() == {**options, **size}
-
-
-def test_types_are_frozen_and_pickle():
-    comparison = Comparison("r", [ASKED], [list(answer) for answer in TWO], [Judgement([0, 1], [1, 0])])
-    assert comparison == Comparison("r", (ASKED,), TWO, (Judgement((0, 1), (1.0, 0.0)),))
-    for thing, name in ((ASKED, "role"), (ASKED.content[0], "reference"), (comparison, "answers")):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(thing, name, None)
-    assert pickle.loads(pickle.dumps(comparison)) == comparison
 
 
 def test_texts_and_media_are_in_reading_order():

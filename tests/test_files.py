@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import stat
 
 import pytest
 
@@ -95,15 +94,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         temporary.write_text("half")
         raise ZeroDivisionError
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
-
-
-def test_others_may_read_it_as_the_umask_says(tmp_path):
-    mask = os.umask(0o027)
-    try:
-        write_file(tmp_path / "shared", "text")
-    finally:
-        os.umask(mask)
-    assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o640
 
 
 def test_a_place_where_nothing_can_be_written_is_named(tmp_path):

@@ -22,9 +22,9 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from vlmrm import libraries, load_scorer, scoring
+from vlmrm import libraries
 from vlmrm.errors import ConfigError
-from vlmrm.libraries import PACKAGES, install_command, needs
+from vlmrm.libraries import install_command, needs
 from vlmrm.rewards import registry
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -228,21 +228,6 @@ def run(*command: str | Path, folder: Path) -> str:
 # What an extra lacks is said ---------------------------------------------------------------------------------------
 
 
-def test_every_package_of_an_extra_is_known():
-    names = metadata.packages_distributions()
-    for extra in (name for name in EXTRAS if name not in ("all", "dev", "docs")):
-        wanted = [Requirement(line) for line in EXTRAS[extra] if not line.startswith("vlmrm[")]
-        for requirement in wanted:
-            try:
-                metadata.version(requirement.name)
-            except metadata.PackageNotFoundError:  # flash-attn, say
-                continue
-            owner = canonicalize_name(requirement.name)
-            modules = {name for name, owners in names.items() if owner in map(canonicalize_name, owners)}
-            assert modules & set(PACKAGES[extra]), (extra, requirement.name)
-    assert {name for name in PACKAGES if "[" not in name} == set(EXTRAS) - {"all", "dev", "docs"}
-
-
 def test_a_missing_package_is_one_sentence_with_the_command(monkeypatch):
     monkeypatch.setattr(libraries, "install_command", lambda extra: f"install {extra}")
     with pytest.raises(ConfigError, match=r"^training needs torch: install train\.$"), needs("train", "training"):
@@ -251,17 +236,6 @@ def test_a_missing_package_is_one_sentence_with_the_command(monkeypatch):
         raise ModuleNotFoundError("No module named 'mine'", name="mine")  # no extra would bring it
     with pytest.raises(ConfigError, match="needs bitsandbytes"), needs("qlora", "QLoRA", "json", "bitsandbytes"):
         raise AssertionError("it is looked for at once")
-
-
-def test_a_scorer_of_this_machine_asks_for_its_extra(monkeypatch, tmp_path):
-    monkeypatch.delitem(sys.modules, "vlmrm.scoring.scorer", raising=False)
-    monkeypatch.setitem(sys.modules, "vlmrm.modeling", None)  # as an import of torch would fail in it
-    for name in [name for name in sys.modules if name.startswith("vlmrm.modeling")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "torch", None)
-    for ask in (lambda: load_scorer(tmp_path), lambda: scoring.LocalScorer):
-        with pytest.raises(ConfigError, match=r"needs torch: .*\[local\]"):
-            ask()
 
 
 @pytest.mark.parametrize(("name", "extra"), [("clip", "rewards"), ("frame_success", "frames")])
@@ -360,20 +334,3 @@ def test_the_pins_are_names_and_versions_and_within_the_bounds():
         ]
         for requirement in map(Requirement, [line for line in lines if not line.startswith("vlmrm")]):
             assert pinned[canonicalize_name(requirement.name)] in requirement.specifier, requirement
-
-
-def made(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Return what `make` says in a checkout without .venv."""
-    (folder / "packages" / "robots").mkdir(parents=True, exist_ok=True)
-    for name in ("Makefile", "pyproject.toml", "constraints.txt", "packages/robots/pyproject.toml"):
-        shutil.copy(ROOT / name, folder / name)
-    return subprocess.run(["make", *words], cwd=folder, capture_output=True, text=True)
-
-
-def test_make_refuses_an_old_python_by_name(tmp_path):
-    old = tmp_path / "python3.10"
-    old.write_text(f"""#!/bin/sh\nexec {sys.executable} "$1" "import sys; sys.version_info = (3, 10, 12)\n$2"\n""")
-    old.chmod(0o755)
-    done = made(tmp_path, "demo", f"PYTHON={old}")
-    assert done.returncode == 2 and f"needs Python 3.11 or newer, and {old} is 3.10" in done.stderr
-    assert not (tmp_path / ".venv").exists()

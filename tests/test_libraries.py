@@ -6,16 +6,11 @@ import ast
 import importlib
 import re
 import sys
-import tomllib
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 
 import pytest
 import trl
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
-from packaging.version import Version
 from transformers import ProcessorMixin, Qwen2_5_VLModel, Trainer
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -87,14 +82,3 @@ def test_every_private_name_of_another_library_is_declared(relied_on):
     declared = set().union(*relied_on.values())
     private = {name: path for name, path in used.items() if re.match("_[a-z]", name)}
     assert {name: path for name, path in private.items() if name not in defined | declared | PROMISED} == {}
-
-
-def test_libraries_with_such_names_are_bounded_from_above(relied_on):
-    lines: list[str] = []
-    for folder in (ROOT, ROOT / "packages/robots"):
-        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        lines += [*project["dependencies"], *chain.from_iterable(project["optional-dependencies"].values())]
-    for library in relied_on:
-        bounds = [r.specifier for r in map(Requirement, lines) if r.name == canonicalize_name(library)]
-        assert bounds and all(any(part.operator == "<" for part in bound) for bound in bounds), library
-        assert all(Version(metadata.version(library)) in bound for bound in bounds), library

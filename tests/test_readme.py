@@ -13,7 +13,6 @@ import shlex
 import shutil
 import socket
 import subprocess
-import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -413,15 +412,3 @@ def test_disagreements_begin_with_the_lowest_margin(reader):
     margins = [float(line.split()[0]) for line in lines[::3]]
     assert len(margins) == 3 and margins == sorted(margins)
     assert re.fullmatch(r"\s+chosen +A (cat|dog)\.", lines[1])
-
-
-def test_no_page_and_no_message_names_an_install_that_does_not_exist():
-    """vlmrm is on no package index: it is installed from its folder, with extras that pyproject.toml has."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    folders = ("docs", "examples", "training_configs", "vlmrm", "packages/robots/vlmrm_robots")
-    files = [path for name in folders for path in (ROOT / name).rglob("*.*") if path.suffix in (".md", ".py", ".yaml")]
-    for path in (ROOT / "README.md", *files):
-        text = " ".join(path.read_text().split())
-        assert not re.search(r"pip install ['\"]?vlmrm(?!(?:-robots)?\[.+?\] @ )|vlmrm\[[a-z{][^\]]*\](?! @ )", text)
-        for named in re.findall(r"(?:pip install -e '?\.|'vlmrm|\.whl)\[([^\]]+)\]", text):
-            assert named == "{extra}" or set(named.split(",")) <= set(extras), (path, named)

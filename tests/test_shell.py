@@ -100,13 +100,6 @@ def test_scripts_work_from_another_directory(checkout, free_port, tmp_path):
     ]
 
 
-def test_an_active_environment_comes_before_the_folder_s_own(checkout, free_port, tmp_path):
-    active = stand_ins(tmp_path / "active", "torchrun")
-    (active / "torchrun").write_text("#!/bin/bash\necho active\n")
-    words = ["--port", free_port, "--config", "training_configs/7b_config.yaml"]
-    assert run(checkout / "run_distributed.sh", *words, active=active)[2] == ["active"]
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -155,11 +148,6 @@ def test_eval_on_several_gpus(checkout):
     _, status, lines, _ = run(checkout / "run_eval.sh", "training_configs/7b_config.yaml", "0,2,5")
     assert status == 0 and lines[0].endswith("gpus 0,2,5")
     assert lines[1:5] == ["torchrun", "--standalone", "--nproc-per-node", "3"]
-
-
-def test_eval_without_a_gpu_leaves_the_choice_to_the_environment(checkout):
-    lines = run(checkout / "run_eval.sh", CUDA_VISIBLE_DEVICES="1")[2]
-    assert lines[0].endswith("gpus 1") and lines[1] == "python3"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import wheels
-from benchmarks.wheels import Missing, Packing, cut, install, pack
+from benchmarks.wheels import Missing, cut, install, pack
 
 LINUX = "manylinux_2_17_x86_64"
 
@@ -113,16 +113,3 @@ def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path):
         with pytest.raises(Missing, match=r"is not empty, .*: name another folder"):
             install([tmp_path / "wheels"], into)
     assert [*notes.parent.iterdir()] == [notes] and notes.read_text() == "mine"
-
-
-def test_a_later_requirement_replaces_an_earlier_choice_and_a_missing_wheel_is_named(index, tmp_path):
-    for version in ("1.0", "2.0"):
-        wheel(index, "low", version)
-    wheel(index, "picky", requires=["low<2"])
-    folder = tmp_path / "packed"
-    folder.mkdir()
-    packing = Packing(machine(), folder)
-    packing.add(["low", "picky"])
-    assert sorted(path.name for path in folder.iterdir()) == ["low-1.0-py3-none-any.whl", "picky-1.0-py3-none-any.whl"]
-    with pytest.raises(Missing, match="no wheel for that machine meets nowhere>=3: No matching distribution"):
-        packing.add(["nowhere>=3"])

@@ -4,8 +4,7 @@ import json
 
 from PIL import Image as Pillow
 
-from vlmrm.commands.check_data import token_counter
-from vlmrm.conversation import Conversation, Image, Message, text_of
+from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.check import check_data, format_report
 from vlmrm.errors import RowError
@@ -87,15 +86,6 @@ def test_tokens_are_counted_by_the_given_function(tmp_path):
     report = check_data(DataArguments(dataset_path=write(tmp_path, rows), max_seq_length=2), count_tokens=words)
     assert report.token_counts == [3, 3] and report.wrong_rows == [("rows.jsonl:2", "too long to render")]
     assert "2 conversations are over" in format_report(report)
-
-
-def test_an_image_is_processed_once_for_the_answers_of_a_row(tmp_path, tiny_checkpoint):
-    write(tmp_path, [])
-    count = token_counter(str(tiny_checkpoint), DataArguments())
-    image = Message.of("user", Image(str(tmp_path / "a.png")))
-    first = count(Conversation((image, Message.of("assistant", "Yes."))))
-    (tmp_path / "a.png").unlink()
-    assert count(Conversation((image, Message.of("assistant", "Yes.")))) == first
 
 
 def test_margins_are_described(tmp_path):

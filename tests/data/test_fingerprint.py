@@ -35,14 +35,3 @@ def test_a_copy_is_the_same_data_and_a_file_more_is_not(table, tmp_path):
     assert data_fingerprint([str(tmp_path / "elsewhere")]) == before, "when it was written does not matter"
     (tmp_path / "elsewhere" / "more.jsonl").write_bytes(b"")
     assert data_fingerprint([str(tmp_path / "elsewhere")]) != before
-
-
-def test_hidden_files_beside_the_data_do_not_count(table, tmp_path):
-    hidden = table.parent.rename(tmp_path / ".scratch")  # which is part of the path that was given
-    before = data_fingerprint([str(hidden)])
-    for name in (".DS_Store", ".pairs.jsonl.lock", ".cache/huggingface/download/pairs.jsonl.metadata"):
-        (hidden / name).parent.mkdir(parents=True, exist_ok=True)
-        (hidden / name).write_text("now")
-    assert data_fingerprint([str(hidden)]) == before
-    (hidden / table.name).write_bytes(b"other")
-    assert data_fingerprint([str(hidden)]) != before

@@ -143,13 +143,6 @@ def test_an_archive_that_cannot_be_read_as_rows_is_named(tmp_path):
         load(tmp_path / "torn.tar")
 
 
-def test_an_archive_beside_tables_is_not_read_and_is_named(tmp_path, caplog):
-    (tmp_path / "rows.jsonl").write_bytes(LINES)
-    (tmp_path / "images.tar").write_bytes(as_tar({"1.png": png()}))
-    assert len(load(tmp_path)) == 3
-    assert "not read beside its tables: images.tar" in caplog.text
-
-
 def test_an_excel_file_is_read_or_asks_for_its_package(tmp_path, monkeypatch, caplog):
     with pd.ExcelWriter(tmp_path / "rows.xlsx") as file:
         rows = [*ROWS, {"prompt": 4, "chosen": 2, "rejected": "3"}]

@@ -201,10 +201,6 @@ def test_an_option_of_a_video_that_cannot_be_used_is_named(clip, picture, kind, 
         open_video(Video(reference, VideoOptions(**options)), 2.0, 8)
 
 
-def test_a_video_may_start_at_its_beginning(clip):
-    assert len(open_video(Video(str(clip), VideoOptions(video_start=0, video_end=1.5)), 2.0, 8)[0])
-
-
 def test_frames_are_counted_at_the_sizes_to_which_the_library_resizes_them():
     bounds = (vision_process.VIDEO_MIN_TOKEN_NUM, vision_process.VIDEO_MAX_TOKEN_NUM)
     assert tuple(bound * 28 * 28 for bound in bounds) == FRAME_PIXELS

@@ -87,23 +87,12 @@ def test_answers_that_are_images_of_their_own_are_read():
         assert flat(read(**IMAGE_ROWS["text-to-image"], **texts)) == (["user: A cat."], images)
 
 
-@pytest.mark.parametrize("value", [b"BM" + bytes(range(1, 31)), b"RIFF\x24\0\0\0WAVEfmt ", b"MM\0", b"xGIF89a"])
-def test_bytes_that_only_begin_like_an_image_are_metadata(value):
-    assert read(chosen="good", rejected="bad", blob=value).pairs()
-
-
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP"])
 def test_bytes_of_an_image_are_known_by_their_head(kind):
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, kind)
     with pytest.raises(UnreadColumnError, match="`blob` holds an image or video"):
         read(chosen="good", rejected="bad", blob=file.getvalue())
-
-
-@pytest.mark.parametrize("head", [b"MM\0*\0\0", b"RIFF\n\0\0\0AVI LIST", b"\x1aE\xdf\xa3\1", b"\0\0\0\x20ftypisom"])
-def test_bytes_of_a_video_are_known_by_their_head(head):
-    with pytest.raises(UnreadColumnError, match="`blob` holds an image or video"):
-        read(chosen="good", rejected="bad", blob=head)
 
 
 def test_simple_rows_without_a_prompt():
@@ -164,18 +153,6 @@ def test_a_judgement_may_be_of_some_answers():
             read_row({**row, "judgements": judgements}, "r", str)
 
 
-def test_a_file_name_is_an_answer_unless_it_is_there(tmp_path):
-    row = {"prompt": "Which file?", "responses": ["No idea.", "logo.png"], "scores": [1, 2]}
-
-    def resolve(reference):
-        return str(tmp_path / reference)
-
-    assert texts(read_row(row, "r", resolve).answers[1]) == ["assistant: logo.png"]
-    (tmp_path / "logo.png").touch()
-    with pytest.raises(RowError, match=r"answer 2 is the path of an image .* --columns response_images=responses"):
-        read_row(row, "r", resolve)
-
-
 def test_cells_that_are_none_are_absent():
     row = dict(PHOTO_ROWS["simple"], chosen_image=None, rejected_image=None, messages=None, scores=None, margin=None)
     assert flat(read(**row)) == (["user: [a.png]Look."], ANSWERS)
@@ -232,10 +209,6 @@ def test_bad_ranked_lists(answers, scores, reason):
         read(prompt="p", responses=answers, scores=scores)
 
 
-def test_all_tied_lists_are_fine():
-    assert all(pair.tie for pair in read(prompt="p", responses=["a", "b", "c"], scores=[1, 1, 1]).pairs())
-
-
 def test_an_unknown_layout_names_the_missing_columns_of_the_nearest():
     for columns, said in (
         (["prompt", "better", "rejected"], "`chosen / rejected`.*`chosen`"),
@@ -244,13 +217,6 @@ def test_an_unknown_layout_names_the_missing_columns_of_the_nearest():
     ):
         with pytest.raises(DataError, match=said):
             detect_layout(columns)
-
-
-@pytest.mark.parametrize("columns", [("domain", "language", "context"), ("question", "answer"), ()])
-def test_columns_that_are_near_no_layout_are_sent_to_none(columns):
-    with pytest.raises(DataError, match="no known layout has the columns") as caught:
-        detect_layout(columns)
-    assert "nearest" not in str(caught.value)
 
 
 MEANT = {

@@ -181,25 +181,6 @@ def test_a_text_that_is_not_utf_8_is_named_with_its_place(name, streaming, tmp_p
                 raise row["comparison"]
 
 
-def test_the_rows_of_a_text_that_is_not_utf_8_are_bad_rows(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    row = b'{"prompt": "caf%b", "chosen": "good", "rejected": "bad"}\n'
-    path.write_bytes(row % b"e" + row % b"\xe9" + row % b"e")
-    for streaming in (False, True):
-        rows = load(str(path), streaming=streaming, arguments=DataArguments(bad_rows="skip", shuffle_buffer=1))
-        comparisons = [row["comparison"] for row in rows]
-        assert [isinstance(row, RowError) for row in comparisons] == [False, True, False]
-        assert comparisons[1].row_id == "rows.jsonl:2" and "UTF-8" in comparisons[1].reason
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_bad_row_is_a_value_in_its_place(streaming, tmp_path):
-    path = write(tmp_path / "rows.jsonl", [*pairs(1), {"prompt": "q", "chosen": "same", "rejected": "same"}])
-    first, second = load(path, streaming=streaming, arguments=DataArguments(shuffle_buffer=1))
-    assert text_of(first["comparison"].prompt) == "q0"
-    assert isinstance(second["comparison"], RowError) and second["comparison"].row_id == "rows.jsonl:2"
-
-
 def test_weights_repeat_and_thin_out_their_source(tmp_path):
     paths = [write(tmp_path / f"{name}.jsonl", pairs(10, name)) for name in "abc"]
     mixed = load(*paths, weights=[2, 0.5, 1])

@@ -20,13 +20,10 @@ from vlmrm.modeling import (
     load_checkpoint,
     load_for_training,
     load_processor,
-    make_tiny,
-    manifest,
     provenance,
     save_reward_files,
     write_complete,
 )
-from vlmrm.modeling.checkpoint import refuse_separate_head
 from vlmrm.modeling.manifest import find_file
 
 
@@ -137,16 +134,6 @@ def test_a_trained_head_in_its_own_file_is_named(language_model, load, save, nam
         load(language_model)
 
 
-def test_a_trained_head_on_the_hub_is_named(monkeypatch):
-    listed = ["README.md", "lm_head.bin", "more/value_head.bin", "model.safetensors", "reward_head.bin"]
-    monkeypatch.setattr(manifest, "hub_answers", lambda: True)
-    monkeypatch.setattr(manifest, "list_repo_files", lambda path, *, revision: listed)
-    with pytest.raises(CheckpointError, match=r"org/other has a trained head in reward_head\.bin"):
-        refuse_separate_head("org/other")
-    del listed[-1]
-    refuse_separate_head("org/other")
-
-
 def test_torch_files_point_to_the_import(language_model):
     """A pickle is not opened to look for it; an index tells the names."""
     weights = load_file(language_model / "model.safetensors")
@@ -158,30 +145,6 @@ def test_torch_files_point_to_the_import(language_model):
     index.write_text(json.dumps({"weight_map": dict.fromkeys(weights | VALUE_HEAD, "pytorch_model.bin")}))
     with pytest.raises(CheckpointError, match=r"(weights in pytorch_model|layout \(v_head\.summary).*vlmrm import"):
         load_for_training(language_model)
-
-
-def test_an_adapter_in_a_torch_file_points_to_the_import(tmp_path):
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "base"}')
-    torch.save(VALUE_HEAD, tmp_path / "adapter_model.bin")
-    with pytest.raises(CheckpointError, match=r"weights in adapter_model\.bin .*vlmrm import"):
-        load_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["v_head.summary.weight", "classifier.weight", "score.bias"])
-def test_a_trained_head_of_another_layout_is_called_one(language_model, name):
-    weights = load_file(language_model / "model.safetensors")
-    save_file(weights | {name: torch.ones(1)}, language_model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"another trainer's layout \({name}\).*vlmrm import"):
-        load_for_training(language_model)
-
-
-def test_another_architecture_is_refused(copy, tmp_path):
-    qwen2 = make_tiny(tmp_path / "qwen2", arch="qwen2_vl")
-    vision = json.loads((qwen2 / "config.json").read_text())["vision_config"]
-    edit_json(copy / "config.json", model_type="qwen2_vl", vision_config=vision)
-    (copy / "COMPLETE.json").unlink()
-    with pytest.raises(CheckpointError, match=r"another architecture than Qwen2VLForSequenceClassification"):
-        load_checkpoint(copy)
 
 
 def cut(folder: Path) -> None:

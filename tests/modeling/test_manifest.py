@@ -92,11 +92,6 @@ def test_checkpoints_come_in_natural_order(tmp_path):
     assert names == ["checkpoint-9", "checkpoint-20", "checkpoint-100"]
 
 
-def test_an_absent_checkpoint_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="there is no checkpoint folder"):
-        verify_complete(tmp_path / "absent")
-
-
 @pytest.mark.parametrize(
     ("error", "said"), [(GatedRepoError, "is gated: ask for access"), (RepositoryNotFoundError, "a private one")]
 )
@@ -149,10 +144,3 @@ def test_hashing_can_be_switched_off_and_a_line_says_so(tiny_reward_model, tmp_p
     (copy / "model.safetensors").write_bytes(weights[:-4])
     with pytest.raises(CheckpointError, match=r"model\.safetensors has \d+ bytes instead of"):
         load_checkpoint(copy, check_files=False)
-
-
-def test_a_checkpoint_without_its_list_says_so(tiny_reward_model, tmp_path, caplog):
-    folder = shutil.copytree(tiny_reward_model, tmp_path / "model")
-    (folder / "COMPLETE.json").unlink()
-    load_checkpoint(folder)
-    assert "has no COMPLETE.json" in caplog.text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,12 +13,9 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Glm46VConfig, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
 
-from benchmarks.shapes import Pair, training
-from vlmrm.batching import to_device
 from vlmrm.batching.media import DistinctMedia, Grid
 from vlmrm.errors import ConfigError
-from vlmrm.modeling import RewardModel, families, kernels, reward_model_class, vision
-from vlmrm.modeling.attention import share
+from vlmrm.modeling import RewardModel, kernels, reward_model_class, vision
 from vlmrm.modeling.vision import (
     Segments,
     by_segments,
@@ -190,27 +186,3 @@ def test_nothing_that_changes_attention_is_dropped():
     for keywords in ({"softcap": 1.0}, {"sliding_window": 2}, {"is_causal": True}, {"cu_seq_lens_k": lengths.clone()}):
         with pytest.raises(ConfigError, match=next(iter(keywords)).replace("cu_seq_lens_k", "other lengths of keys")):
             by_segments(module, *states, None, **{**known, **keywords})
-
-
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
-def test_nothing_on_the_device_is_read_in_a_pass(name, monkeypatch):
-    """On the meta device, whose tensors have no values: reading one is an error. The control reads them."""
-    # There is no autocast for that device, which the head turns off.
-    monkeypatch.setattr(RewardModel, "head", lambda self, pooled: pooled.sum(1, keepdim=True))
-    model, batch = on_meta(name)
-    model(**batch).logits.sum().backward()
-    assert all(weight.grad is not None for weight in model.model.parameters())
-    family = families.BY_MODEL_TYPE[name]
-    for missing in ({"host_layout": False}, {"in_place": False}):
-        monkeypatch.setitem(families.BY_MODEL_TYPE, name, replace(family, **missing))
-        with pytest.raises((RuntimeError, NotImplementedError), match=r"[Mm]eta"):
-            model(**batch).logits.sum().backward()
-
-
-def on_meta(name: str) -> tuple[RewardModel, dict[str, Any]]:
-    """Return a model without values, and a shared batch of two pairs for it."""
-    config = model_of(name).config
-    with torch.device("meta"):
-        model: Any = reward_model_class(config)(config)
-    work = training(config, [Pair(16, 4, 3, 5), Pair(24, 3, 2, 6)])
-    return model, to_device(share(model)(work.conversations), torch.device("meta"))

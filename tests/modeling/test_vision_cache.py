@@ -175,22 +175,6 @@ def test_a_full_cache_loses_what_was_used_longest_ago(tiny_checkpoint, tmp_path)
         assert len(runs) == 5, "used longest ago"
 
 
-def test_a_full_disk_is_said_once_and_changes_no_score(tiny_checkpoint, tmp_path, caplog, monkeypatch):
-    def full(*args, **kwargs):
-        raise ConfigError("No space left on device")
-
-    model = frozen(tiny_checkpoint)
-    batch = picture_batch(AutoProcessor.from_pretrained(tiny_checkpoint), "red", "blue")
-    expected = score(model, batch)
-    model.use_vision_cache(tmp_path)
-    monkeypatch.setattr("vlmrm.modeling.vision_cache.write_file", full)
-    with caplog.at_level(logging.WARNING, logger="vlmrm"):
-        torch.testing.assert_close(score(model, batch), expected, atol=0, rtol=0)
-    [message] = caplog.messages
-    assert "No space left" in message
-    assert stored(tmp_path) == []
-
-
 def test_what_cannot_work_is_refused(tiny_checkpoint, tmp_path):
     (tmp_path / "file").touch()
     model = load_for_training(tiny_checkpoint)
@@ -226,14 +210,6 @@ def test_training_sweep_and_scorer_share_a_cache(train_here, tmp_path):
     [score] = load_scorer(cached.model_dir, vision_cache_dir=folder).score([row])
     assert [score] == pytest.approx(load_scorer(cached.model_dir).score([row]), abs=1e-5)
     assert {path: path.stat().st_ino for path in stored(folder)} == before, "nothing was computed again"
-
-
-def test_lora_may_cache_and_a_trained_tower_may_not(train_here, tmp_path):
-    data = colour_pairs(tmp_path / "data", 4)
-    train_here(data, "lora", use_peft=True, max_steps=1, vision_cache_dir=tmp_path / "cache")
-    assert stored(tmp_path / "cache")
-    with pytest.raises(ConfigError, match=r"vision_cache_dir: .* set freeze_vit: true"):
-        train_here(data, "full", vision_cache_dir=tmp_path / "cache")
 
 
 def test_ranks_that_have_different_images_cached_train_together(tmp_path, tiny_checkpoint, train_here):

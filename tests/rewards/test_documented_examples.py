@@ -97,10 +97,3 @@ def test_the_tensor_example(write):
         condition_videos=[[[small], [small, small]], [[small] * 3]],
     )
     assert scored.rewards["custom"].tolist() == [1.0, 0.0]
-
-
-def test_a_registered_name_is_found_in_any_case(write):
-    write("my_registered", '@register_reward_model("MyReward")' + POINTWISE)
-    __import__("my_registered")
-    scored = RewardSet({"name": "x", "reward_model": "myreward", "batch_size": 2})(prompt=["a"], image=[picture(40)])
-    assert scored.rewards["x"].tolist() == [40]

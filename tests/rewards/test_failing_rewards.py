@@ -138,13 +138,3 @@ def test_metrics_tell_of_signal_saturation_and_a_held_out_reward():
     assert metrics["rewards/real/held_out"] == pytest.approx(-1.0)
     assert metrics["rewards/correlation/proxy/real"] == pytest.approx(np.corrcoef([1, 3, 2], [4, 2, 9])[0, 1])
     assert np.isnan(metrics["rewards/correlation/proxy/same"])
-
-
-def test_a_group_that_is_masked_but_for_one_gives_no_signal():
-    """As its advantages do: a missing reward counts as the mean of its group."""
-    config = {"name": "x", "reward_model": f"{__name__}.Numbers", "column": 0, "on_failure": "mask"}
-    scored = RewardSet(config)(
-        prompt=["p"] * 6, response=["1", "2", "nan", "nan", "nan", "7"], groups=[0, 0, 1, 1, 2, 2]
-    )
-    assert scored.advantages("sum")[2:].tolist() == [0.0] * 4
-    assert scored.metrics()["rewards/no_signal"] == pytest.approx(2 / 3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -22,18 +20,6 @@ class Shown(GroupwiseRewardModel):
 
     def __call__(self, prompt, image=None):
         return [float(len(image or ()))] * len(prompt)
-
-
-class Told(PointwiseRewardModel):
-    """1 where the prompt is `good`, a failure where it is `bad`; `down` brings the judge down."""
-
-    required_fields = ("prompt",)
-
-    def __call__(self, prompt):
-        if "down" in prompt:
-            raise RewardError("the judge cannot be reached")
-        failures = {place: "the reply is prose" for place, text in enumerate(prompt) if text == "bad"}
-        return RewardModelOutput([1.0] * len(prompt), {"reply": [f"It is {text}." for text in prompt]}, failures)
 
 
 class Either(PointwiseRewardModel):
@@ -106,22 +92,6 @@ def test_a_column_under_another_name_is_not_left_out_unseen(name, meant):
 def test_groups_that_cannot_be_told_apart_are_refused():
     with pytest.raises(RewardError, match="groups has a list"):
         RewardSet(one(Shown))(prompt=["a"], groups=[[0]])
-
-
-def test_what_led_to_an_error_is_in_the_audit_log(tmp_path):
-    path = tmp_path / "rewards.jsonl"
-    rewards = RewardSet(one(Told, batch_size=1), audit_log=path)
-    with pytest.raises(RewardError, match="sample 1: the reply is prose"):
-        rewards(prompt=["good", "bad"])
-    with pytest.raises(RewardError, match="cannot be reached"):
-        rewards(prompt=["good", "down", "good"])
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    keys = ("round", "sample", "reward", "error")
-    assert [(*(line[key] for key in keys), line["extra"]["reply"]) for line in lines] == [
-        (0, 0, 1.0, None, "It is good."),
-        (0, 1, None, "the reply is prose", "It is bad."),
-        (1, 0, 1.0, None, "It is good."),
-    ]
 
 
 def test_of_image_and_video_one_is_enough_for_a_reward_that_takes_either():

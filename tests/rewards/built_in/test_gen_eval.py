@@ -29,7 +29,6 @@ from vlmrm.rewards.built_in.gen_eval import (
     Detector,
     conditions,
     confident_objects,
-    cut_out,
     graded,
     requirements,
     strict,
@@ -113,17 +112,6 @@ def test_detections_are_those_of_transformers_at_its_own_size(models):
         assert mine.score == pytest.approx(info["score"], abs=1e-5)
         assert mine.label == detector.labels[info["label_id"]]
         np.testing.assert_array_equal(mine.mask, mask.bool().numpy())
-
-
-def test_an_object_is_cut_out_on_grey():
-    image = Image.new("RGB", (10, 8), "red")
-    mask = np.zeros((8, 10), dtype=bool)
-    mask[2:5, 3:7] = True
-    mask[2, 3] = False
-    pixels = np.asarray(cut_out(image, Detection("car", 1.0, (3, 2, 7, 5), mask)))
-    assert pixels.shape == (3, 4, 3)
-    assert pixels[0, 0].tolist() == [0x99] * 3
-    assert (pixels.reshape(-1, 3)[1:] == [255, 0, 0]).all()
 
 
 def test_a_colour_is_the_nearest_of_three_sentences_each(models):

@@ -16,7 +16,6 @@ from PIL import Image
 from tests.rewards.judges.judge_server import completion
 from vlmrm.errors import ConfigError
 from vlmrm.rewards import RewardSet
-from vlmrm.rewards.pictures import data_uri
 
 T2I_REPLY = """1. Text Faithfulness:
 ## Score: 4
@@ -97,11 +96,6 @@ def test_pictures_are_sent_pixel_by_pixel_and_videos_as_frames(server, judge):
     assert [int(decoded(uri)[0, 0, 0]) for uri in server.images(1)] == [0, 4, 8]
 
 
-def test_a_transparent_picture_is_shown_on_white():
-    clear, white = Image.new("RGBA", (32, 32), (0, 0, 0, 0)), Image.new("RGB", (32, 32), "white")
-    assert data_uri(clear) == data_uri(white)
-
-
 def test_a_sample_without_a_picture_fails_by_itself(server, judge, picture):
     server.behave = lambda *_: completion("Final Score: 3")
     output = judge()(prompt=["a", "b"], image=[picture, None])
@@ -129,13 +123,6 @@ def test_rational_rewards_of_edits_shows_the_source_first(server, judge):
     output = judge("rational_rewards_edit")(prompt=["make it blue"], image=[edited], condition_images=[[source]])
     assert output.rewards == [pytest.approx((2.5 - 1) / 3)]
     assert [tuple(decoded(uri)[0, 0]) for uri in server.images()] == [(255, 0, 0), (0, 0, 255)]
-
-
-@pytest.mark.parametrize("number", [0, 2])
-def test_an_edit_has_one_source(judge, picture, number):
-    given = [[picture] * number]
-    output = judge("rational_rewards_edit")(prompt=["make it blue"], image=[picture], condition_images=given)
-    assert "an edit is judged beside one: its source" in output.failures[0]
 
 
 @pytest.mark.parametrize(
@@ -267,16 +254,6 @@ def test_an_instruction_in_the_prompt_stays_inside_the_fence(server, judge, pict
     [text] = server.texts
     [(mark, inside)] = re.findall(r"<data-(\w+)>\n(.*)\n</data-\1>", text, re.DOTALL)
     assert inside == INJECTION and mark not in INJECTION
-
-
-def test_a_second_judgement_of_the_same_sample_comes_from_the_cache(server, judge, picture):
-    server.behave = lambda *_: completion("Final Score: 3")
-    caching = judge()
-    for _ in range(2):
-        assert caching(prompt=["a cat"], image=[picture]).rewards == [3.0]
-    assert len(server.bodies) == 1
-    caching(prompt=["a cat"], image=[picture.transpose(Image.Transpose.ROTATE_90)])
-    assert len(server.bodies) == 2
 
 
 def test_in_a_reward_set_a_failed_judgement_is_masked_and_audited(server, picture, tmp_path):
