@@ -20,6 +20,7 @@ import pytest
 from PIL import Image
 
 from tests.conversations import png, references
+from vlmrm import cli
 from vlmrm.conversation import Comparison, Message, Part, Text, text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.canonical import canonical, choose_forms, write_row
@@ -253,6 +254,15 @@ def test_a_row_that_differs_from_the_first_ones_is_a_bad_row(tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     *_, last = load_comparisons([str(file)], arguments=DataArguments())
     assert isinstance(last["comparison"], UnreadColumnError) and last["comparison"].row_id == "rows.jsonl:31"
+
+
+def test_check_data_ends_with_an_error(tmp_path, capsys):
+    path = written(tmp_path, {**ASKED, "file_name": "images/0.png"})
+    with pytest.raises(SystemExit) as stopped:
+        cli.run(lambda: cli.check_data(path))
+    assert stopped.value.code == 3
+    said = capsys.readouterr().err
+    assert "error: rows.jsonl: the column `file_name`" in said and "--columns images=file_name" in said
 
 
 def test_columns_that_are_not_read_are_listed_once(tmp_path, caplog):
