@@ -35,7 +35,6 @@ EXAMPLES = (
     f"frames train {FOLDERS} --output-checkpoint reward_model.pt",
     "frames eval reward_model.pt new_data/positive new_data/negative --output eval.json",
     "frames rl training_configs/frames_rl.yaml",
-    "frames loop training_configs/frames_loop.yaml",
     "frames demo",
 )
 
@@ -386,26 +385,6 @@ def rl(config: Path, /) -> None:
     start_log("frames_rl")
     say(markdown(write_comparison(train_policies(settings), settings)))
     say(f"the figure is {settings.output_dir / 'comparison.png'}")
-
-
-@app.command
-@needs(FRAMES, "training a policy", *POLICIES)
-def loop(config: Path, /) -> None:
-    """Train a classifier and a policy in rounds, until the policy's own episodes bear the classifier out.
-
-    Exits with 6 if no round holds; an interrupted loop goes on.
-
-    Args:
-        config: YAML such as training_configs/frames_loop.yaml.
-    """
-    from vlmrm.settings import load_file, validate
-    from vlmrm_robots.frames.settings import LoopSettings
-    from vlmrm_robots.policies.loop import run_loop
-
-    settings = validate(LoopSettings, load_file(config), str(config))
-    start_log("frames_loop")
-    if reason := run_loop(settings)[-1]["reason"]:
-        raise BelowThreshold(f"no round of {settings.output_dir} holds: {reason}.")
 
 
 @app.command

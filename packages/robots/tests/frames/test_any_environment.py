@@ -19,9 +19,8 @@ from vlmrm_robots.frames.collector import RewardDataCollector
 from vlmrm_robots.frames.environments import make_environments
 from vlmrm_robots.frames.evaluation import evaluate
 from vlmrm_robots.frames.frame_reward import FrameReward, FrameScorer
-from vlmrm_robots.frames.settings import CollectSettings, LoopSettings, RewardModelSettings
+from vlmrm_robots.frames.settings import CollectSettings, RewardModelSettings
 from vlmrm_robots.frames.training import train_classifier
-from vlmrm_robots.policies.loop import run_loop
 from vlmrm_robots.trajectories.trajectory import Trajectory, open_folder, write_trajectory
 
 ROOM = '''
@@ -239,20 +238,3 @@ def test_a_loop_of_ones_own_crops_and_scales_as_well():
     [file] = open_folder(Path("a"))
     assert file.metadata["crop"] == '{"top": [8, 8, 16, 16]}' and file.labels.tolist() == [0, 0, 0, 1, 1]
     assert (file.frames("top").mean(axis=(1, 2, 3)) == [0, 0, 0, 255, 255]).all()
-
-
-def test_the_loop_goes_round_with_a_declared_success_and_a_demonstrator_of_ones_own():
-    (Path("cart.py")).write_text("def right(observations):\n    return [1] * len(observations)\n")
-    content = {"env": "CartPole-v1", "success": "observation.0 > 0.05", "demonstrator": "cart:right", "rounds": 1}
-    content |= {"episodes": 8, "random_episodes": 3, "max_steps": 20, "image_size": (3, 16, 16), "output_dir": "loop"}
-    policy = {"total_steps": 64, "num_envs": 2, "evaluation_episodes": 4, "max_steps": 20, "evaluate_every": 64}
-    content["policy"] = policy | {"hyperparameters": {"n_steps": 32, "batch_size": 32}}
-    content |= {"train": {"epochs": 1}, "reward_model": {"accept_unqualified": True}}
-    settings = validate(LoopSettings, content, "the test")
-    [played] = run_loop(settings)
-    assert played["episodes"] == 11
-    assert {file.metadata["environment"] for file in open_folder(Path("loop/round-1/data/positive"))} == {
-        "CartPole-v1"
-    }
-    with pytest.raises(ConfigError, match="policy has success, which the loop itself decides"):
-        run_loop(validate(LoopSettings, content | {"policy": {"success": "terminated"}}, "the test"))

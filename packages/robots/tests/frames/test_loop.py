@@ -1,8 +1,11 @@
-"""`vlmrm frames loop`: what becomes of rounds, with squares in place of a simulator and planted figures."""
+"""The example frames_loop.py: what becomes of rounds, with squares in place of a simulator and planted figures."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import runpy
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,15 +18,23 @@ from robot_worlds.squares import SIDE, small_classifier, square_trajectory
 from vlmrm.data.comparisons import data_fingerprint
 from vlmrm.errors import BelowThreshold, ConfigError
 from vlmrm.settings import load_file, validate
-from vlmrm_robots.commands import app
 from vlmrm_robots.frames.checkpoint import save_classifier
 from vlmrm_robots.frames.dataset import index_frames, outline_of
-from vlmrm_robots.policies import loop
 from vlmrm_robots.policies.environments import Counts
 from vlmrm_robots.policies.training import episodes_folder
-from vlmrm_robots.trajectories.trajectory import trajectory_paths, write_trajectory
+from vlmrm_robots.trajectories.trajectory import open_folder, trajectory_paths, write_trajectory
 
-ROOT = Path(__file__).parents[4]
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def import_file(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+loop = import_file(EXAMPLES / "frames_loop.py")
 GOOD = {"precision": 0.99, "precision_low": 0.97, "failed_episodes": 12.0, "false_fires": 1.0}
 BAD = {"precision": 0.5, "precision_low": 0.3, "failed_episodes": 12.0, "false_fires": 12.0}
 CALLS = [
@@ -109,11 +120,11 @@ def planted(monkeypatch):
     return plant
 
 
-def looped(folder, **changes):
+def looped(folder, *words, **changes):
     content = {"env": "Acrobot-v1", "rounds": 3, "episodes": 8, "random_episodes": 4, "image_size": [3, SIDE, SIDE]}
     content |= {"output_dir": str(folder / "loop"), **changes}
     (folder / "loop.yaml").write_text(yaml.safe_dump(content))
-    app(["loop", str(folder / "loop.yaml")], result_action="return_value")
+    loop.main([str(folder / "loop.yaml"), *words])
 
 
 def rounds_of(folder):
@@ -245,7 +256,58 @@ def test_rewards_of_a_policy_are_doubted_by_their_figures(figures, doubt):
 
 @pytest.mark.parametrize("name", ["frames_loop", "frames_loop_cartpole"])
 def test_the_shipped_configurations_are_of_loops(name):
-    settings = validate(loop.LoopSettings, load_file(ROOT / "training_configs" / f"{name}.yaml"), "the file")
+    settings = validate(loop.LoopSettings, load_file(EXAMPLES / f"{name}.yaml"), "the file")
     second = loop.Round(settings, 2)
     assert second.training().epochs == settings.train["epochs"]
     assert second.policy().hyperparameters == settings.policy["hyperparameters"]
+
+
+def test_words_override_the_file(planted, tmp_path):
+    stub = planted(GOOD)
+    looped(tmp_path, "--episodes", "5", "--train.epochs", "3", "--policy.hyperparameters.n_steps", "64", train=None)
+    kept = json.loads((tmp_path / "loop" / "settings.json").read_text())
+    assert kept["episodes"] == 5 and kept["train"] == {"epochs": 3} and "train on 9" in stub.calls
+    assert kept["policy"] == {"hyperparameters": {"n_steps": 64}}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--episode", "5"], r"unknown key episode \(did you mean episodes\?\)"),
+        (["--episodes"], "--episodes is no key with a value"),
+        (["episodes", "5"], "episodes is no key with a value"),
+        (["--seed.x", "5"], "seed is 7: it has no key x"),
+        (["--train", "{epochs"], "the value of --train is not valid YAML: {epochs"),
+    ],
+)
+def test_words_that_are_no_keys_are_refused(planted, tmp_path, words, message):
+    stub = planted()
+    with pytest.raises(ConfigError, match=message):
+        looped(tmp_path, *words, seed=7)
+    assert not stub.calls
+
+
+def test_the_program_ends_with_the_status_of_its_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["frames_loop.py", str(tmp_path / "no.yaml")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "frames_loop.py"), run_name="__main__")
+    assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: there is no configuration file")
+
+
+def test_the_loop_goes_round_with_a_declared_success_and_a_demonstrator_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("cart.py").write_text("def right(observations):\n    return [1] * len(observations)\n")
+    content = {"env": "CartPole-v1", "success": "observation.0 > 0.05", "demonstrator": "cart:right", "rounds": 1}
+    content |= {"episodes": 8, "random_episodes": 3, "max_steps": 20, "image_size": (3, 16, 16), "output_dir": "loop"}
+    policy = {"total_steps": 64, "num_envs": 2, "evaluation_episodes": 4, "max_steps": 20, "evaluate_every": 64}
+    content["policy"] = policy | {"hyperparameters": {"n_steps": 32, "batch_size": 32}}
+    content |= {"train": {"epochs": 1}, "reward_model": {"accept_unqualified": True}}
+    settings = validate(loop.LoopSettings, content, "the test")
+    [played] = loop.run_loop(settings)
+    assert played["episodes"] == 11
+    assert {file.metadata["environment"] for file in open_folder(Path("loop/round-1/data/positive"))} == {
+        "CartPole-v1"
+    }
+    with pytest.raises(ConfigError, match="policy has success, which the loop itself decides"):
+        loop.run_loop(validate(loop.LoopSettings, content | {"policy": {"success": "terminated"}}, "the test"))

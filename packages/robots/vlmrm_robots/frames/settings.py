@@ -1,4 +1,4 @@
-"""Settings of `vlmrm frames collect`, `train`, `rl` and `loop`; importing them needs neither torch nor a simulator."""
+"""Settings of `vlmrm frames collect`, `train` and `rl`; importing them needs neither torch nor a simulator."""
 
 from __future__ import annotations
 
@@ -244,28 +244,3 @@ class RLSettings(EnvironmentSettings):
     @property
     def needs_classifier(self) -> bool:
         return self.sources != ["success"]
-
-
-class LoopSettings(EnvironmentSettings):
-    """Rounds of a classifier and a policy with its reward, each measured on the policy's episodes.
-
-    `train`, `policy` and `reward_model` are as elsewhere. With `accept_unqualified` a classifier
-    that does not qualify teaches a policy too; its round does not hold.
-    """
-
-    demonstrator: str = "scripted"
-    rounds: int = Field(3, ge=1)  # at most
-    episodes: int = Field(40, ge=1)  # of the demonstrator, at first
-    random_episodes: int = Field(25, ge=0)  # of random actions, at first
-    max_steps: int = Field(200, ge=1)  # of those
-    image_keys: list[str] = Field(default_factory=lambda: [IMAGE_KEY], min_length=1)
-    image_size: Size = IMAGE_SIZE
-    crop: Crop = Field(default_factory=dict)  # as `data_collection` has it
-    min_precision: float = Field(0.9, gt=0, lt=1)  # of the rewards of a policy's episodes: 95 % sure not to be less
-    max_false_fires: float = Field(0.5, gt=0, lt=1)  # share of failed episodes that are rewarded: 95 % sure
-    min_success: float = Field(0.9, ge=0)  # times that of the same training with the true success as the reward
-    seed: int = Field(0, ge=0)
-    train: dict[str, Any] = Field(default_factory=dict)
-    policy: dict[str, Any] = Field(default_factory=dict)
-    reward_model: dict[str, Any] = Field(default_factory=dict)
-    output_dir: Path = Path("./frames_loop")

@@ -6,7 +6,6 @@ any state is a success. Finished runs are kept and not repeated.
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import shutil
@@ -28,7 +27,6 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.files import content_digest, make_folder, plain_write_errors, write_json
-from vlmrm.settings import did_you_mean
 from vlmrm_robots.frames.classifier import ClassifierConfig
 from vlmrm_robots.frames.collecting import episode_seed
 from vlmrm_robots.frames.collector import RewardDataCollector
@@ -118,15 +116,6 @@ def _train_policy(trial: Trial) -> PolicyRun:
     }
     write_json(trial.file, content)  # last: it marks the run as finished
     return trial.run(random_rate, evaluations.points)
-
-
-def check_hyperparameters(settings: RLSettings) -> None:
-    """Raise ConfigError for a hyperparameter that no algorithm in question has; no environment is made for it."""
-    algorithms = [settings.algorithm] if settings.algorithm else list(ALGORITHMS)
-    known = {name for algorithm in algorithms for name in inspect.signature(ALGORITHMS[algorithm]).parameters}
-    for name in sorted(set(settings.hyperparameters) - known):
-        hint = did_you_mean(name, known, f": {' and '.join(algorithms)} of Stable-Baselines3 have none of that name.")
-        raise ConfigError(f"unknown hyperparameter {name}{hint}")
 
 
 def untrained_policy(trial: Trial, env: VecEnv) -> BaseAlgorithm:

@@ -1,41 +1,54 @@
-"""`vlmrm frames loop`: a classifier and a policy in rounds, until the policy's own episodes bear the classifier out.
+"""Trains a classifier of frames and a policy in rounds, until the policy's own episodes bear the classifier out.
+
+python packages/robots/examples/frames_loop.py packages/robots/examples/frames_loop.yaml --rounds 2 --train.epochs 8
 
 A round trains a classifier on all episodes so far and, if it qualifies, a policy with its reward alone. Episodes of
 that policy show how often it is rewarded without a success. Where that is too often, they join the data with the
 simulator's labels, and the next round begins anew. A round's folder has its `data`, complete before the round begins,
-its classifier, its policy (`rl`) and that policy's `episodes`.
+its classifier, its policy (`rl`) and that policy's `episodes`. loop.md and loop.json in `output_dir` have the table of
+rounds. The program exits with 6 if no round holds, and goes on where it was interrupted. Words after the file are
+keys of it and their values in YAML, with a dot between a block and its key.
 """
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
 from typing import Any
 
+import yaml
+from pydantic import Field
+
+from vlmrm.cli import run
 from vlmrm.data.comparisons import data_fingerprint
-from vlmrm.errors import ConfigError
+from vlmrm.errors import BelowThreshold, ConfigError
 from vlmrm.files import make_folder, write_file, write_json
-from vlmrm.logs import say
-from vlmrm.settings import validate
+from vlmrm.logs import say, start_log
+from vlmrm.settings import did_you_mean, load_file, validate
 from vlmrm_robots.frames.checkpoint import load_classifier, read_config
 from vlmrm_robots.frames.collecting import collect, summarise
 from vlmrm_robots.frames.evaluation import evaluate
 from vlmrm_robots.frames.qualification import episodes_needed, upper_bound
 from vlmrm_robots.frames.settings import (
+    IMAGE_KEY,
+    IMAGE_SIZE,
     CollectSettings,
+    Crop,
     EnvironmentSettings,
-    LoopSettings,
     RLSettings,
+    Size,
     TrainSettings,
     check_same,
 )
 from vlmrm_robots.frames.training import train_classifier
-from vlmrm_robots.policies.training import check_hyperparameters, episodes_folder, train_policies
+from vlmrm_robots.policies.training import ALGORITHMS, episodes_folder, train_policies
 from vlmrm_robots.trajectories.trajectory import trajectory_paths
 
 LABELS = ("positive", "negative")
@@ -47,6 +60,62 @@ OWN = {
     },
     "policy": {"env", "env_options", "success", "sources", "seeds", "reward", "output_dir", "episodes_dir"},
 }
+
+
+class LoopSettings(EnvironmentSettings):
+    """Rounds of a classifier and a policy with its reward, each measured on the policy's episodes.
+
+    `env`, `env_options`, `success`, `image_keys` and `crop` are those of `vlmrm frames collect`, and `demonstrator` is
+    its `policy`; `train`, `policy` and `reward_model` are as elsewhere. With `accept_unqualified` a classifier that
+    does not qualify teaches a policy too; its round does not hold.
+    """
+
+    demonstrator: str = "scripted"
+    rounds: int = Field(3, ge=1)  # at most
+    episodes: int = Field(40, ge=1)  # of the demonstrator, at first
+    random_episodes: int = Field(25, ge=0)  # of random actions, at first
+    max_steps: int = Field(200, ge=1)  # of those
+    image_keys: list[str] = Field(default_factory=lambda: [IMAGE_KEY], min_length=1)
+    image_size: Size = IMAGE_SIZE
+    crop: Crop = Field(default_factory=dict)  # as `data_collection` has it
+    min_precision: float = Field(0.9, gt=0, lt=1)  # of the rewards of a policy's episodes: 95 % sure not to be less
+    max_false_fires: float = Field(0.5, gt=0, lt=1)  # share of failed episodes that are rewarded: 95 % sure
+    min_success: float = Field(0.9, ge=0)  # times that of the same training with the true success as the reward
+    seed: int = Field(0, ge=0)
+    train: dict[str, Any] = Field(default_factory=dict)
+    policy: dict[str, Any] = Field(default_factory=dict)
+    reward_model: dict[str, Any] = Field(default_factory=dict)
+    output_dir: Path = Path("./frames_loop")
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Train a classifier and a policy in rounds.")
+    parser.add_argument("config", type=Path, help="YAML such as packages/robots/examples/frames_loop.yaml")
+    parser.add_argument("keys", nargs=argparse.REMAINDER, metavar="--key value", help="of the file, to override it")
+    given = parser.parse_args(words)
+    settings = validate(LoopSettings, overridden(load_file(given.config), given.keys), str(given.config))
+    start_log("frames_loop")
+    if reason := run_loop(settings)[-1]["reason"]:
+        raise BelowThreshold(f"no round of {settings.output_dir} holds: {reason}.")
+
+
+def overridden(content: dict[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    """Return `content` with the keys that the words `--key value` and `--block.key value` give."""
+    for number in range(0, len(words), 2):
+        name, text = words[number], words[number + 1 : number + 2]
+        if not name.startswith("--") or not text:
+            raise ConfigError(f"{name} is no key with a value: keys are given as --key value.")
+        *path, key = name.removeprefix("--").split(".")
+        block = content
+        for part in path:
+            block[part] = block.get(part) or {}  # a block without keys is None in YAML
+            if not isinstance(block := block[part], dict):
+                raise ConfigError(f"{part} is {block!r}: it has no key {key}.")
+        try:
+            block[key] = yaml.safe_load(text[0])
+        except yaml.YAMLError as error:
+            raise ConfigError(f"the value of {name} is not valid YAML: {text[0]}") from error
+    return content
 
 
 def run_loop(settings: LoopSettings) -> list[dict[str, Any]]:
@@ -83,6 +152,15 @@ def run_loop(settings: LoopSettings) -> list[dict[str, Any]]:
         if rounds[-1]["reason"] is None or rounds[-1]["policy"] is None:  # or there are no episodes to learn from
             break
     return rounds
+
+
+def check_hyperparameters(settings: RLSettings) -> None:
+    """Raise ConfigError for a hyperparameter that no algorithm in question has; no environment is made for it."""
+    algorithms = [settings.algorithm] if settings.algorithm else list(ALGORITHMS)
+    known = {name for algorithm in algorithms for name in inspect.signature(ALGORITHMS[algorithm]).parameters}
+    for name in sorted(set(settings.hyperparameters) - known):
+        hint = did_you_mean(name, known, f": {' and '.join(algorithms)} of Stable-Baselines3 have none of that name.")
+        raise ConfigError(f"unknown hyperparameter {name}{hint}")
 
 
 @dataclass(frozen=True)
@@ -130,7 +208,7 @@ class Round:
 
     def _policy(self, source: str, output: Path, reward: dict[str, Any], **more: Any) -> RLSettings:
         own = {**self._environment(), "sources": [source], "seeds": [self.settings.seed], "output_dir": output}
-        return validate(RLSettings, {**self.settings.policy, **own, "reward": reward, **more}, "frames loop: policy")
+        return validate(RLSettings, {**self.settings.policy, **own, "reward": reward, **more}, "policy")
 
     def _environment(self) -> dict[str, Any]:
         return self.settings.model_dump(include=set(EnvironmentSettings.model_fields))
@@ -150,7 +228,7 @@ class Round:
             if episodes:
                 content = {**self._environment(), "policy": policy, "episodes": episodes, "reward": reward}
                 content |= {"seed": 2 * settings.seed + number, "max_steps": settings.max_steps}
-                say(summarise(collect(validate(CollectSettings, content, "frames loop"))))
+                say(summarise(collect(validate(CollectSettings, content, "the loop"))))
 
     def gather(self) -> None:
         """Make the data of a later round: those of the round before, and the episodes of its policy."""
@@ -247,3 +325,7 @@ def markdown(rounds: list[dict[str, Any]]) -> str:
             ]
         lines.append(f"| {number} | {one['episodes']} | {' | '.join(cells)} | {one['reason'] or 'holds'} |")
     return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    run(main)
