@@ -22,7 +22,7 @@ def test_packages_have_no_more_lines_than_allowed():
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:10]
         table = "\n".join(f"{sizes[file]:5} {file.relative_to(ROOT)}" for file in largest)
         assert sum(sizes.values()) <= limit, f"take lines out of {package}, such as from\n{table}"
-        assert sizes[largest[0]] <= FILE, f"a file is one noun of at most {FILE} lines:\n{table}"
+        assert package == "tests" or sizes[largest[0]] <= FILE, f"a file is one noun of at most {FILE} lines:\n{table}"
 
 
 def test_few_modules_stand_behind_training():

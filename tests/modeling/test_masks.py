@@ -14,11 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
+from transformers import MistralConfig
 from transformers.masking_utils import (
     and_masks,
     blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
+    create_causal_mask,
     or_masks,
     sdpa_mask,
     sliding_window_causal_mask_function,
@@ -32,8 +34,8 @@ from vlmrm.batching.shared import PackedLayout
 from vlmrm.batching.tree import grow
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import kernels, masks
-from vlmrm.modeling.attention import shared_prefix
-from vlmrm.modeling.kernels import block_mask, dense, flex
+from vlmrm.modeling.attention import SHARED_PREFIX, shared_prefix
+from vlmrm.modeling.kernels import block_mask, dense, flex, varlen
 from vlmrm.modeling.masks import mask_rule
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
@@ -176,6 +178,24 @@ def test_a_token_may_not_see_what_only_some_of_its_conversations_have():
         attend(row, rule)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"attention_mask": None, "position_ids": torch.tensor([[0, 1, 2, 1, 2, 3]])}, "an attention_mask of ones"),
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1]])}, "padding in its attention_mask"),
+        ({"attention_mask": torch.ones(2, 6, dtype=torch.long)}, "not over 2 rows of 6 queries"),
+        ({"allow_is_causal_skip": False}, "an index of its own keys"),
+    ],
+)
+def test_what_is_no_packed_row_is_refused(arguments, message):
+    """By the mask that a family's forward makes, which asks the library."""
+    config = MistralConfig(hidden_size=8, sliding_window=4, attn_implementation=SHARED_PREFIX)
+    arguments = {"attention_mask": torch.ones(1, 6, dtype=torch.long), "past_key_values": None} | arguments
+    rows = 1 if arguments["attention_mask"] is None else len(arguments["attention_mask"])
+    with pytest.raises(ConfigError, match=message):
+        create_causal_mask(config, torch.zeros(rows, 6, 8), **arguments)
+
+
 # Kernels. Those of CUDA run in benchmarks/gpu: their masks and arguments are compared here.
 
 
@@ -195,3 +215,30 @@ def test_the_flex_mask_is_the_dense_one(name, monkeypatch):
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     output = flex(*row.states, row.layout, rule, 0.3, None, sinks)
     torch.testing.assert_close(output, row.expected(name, gpt_oss_attention, s_aux=sinks), rtol=1e-6, atol=1e-6)
+
+
+def bottom_right(query, key, value, cu_queries, cu_keys, max_queries, max_keys, *, scale, window_size, enable_gqa):
+    """What torch documents of `varlen_attn`: queries [N, H, D] see `window_size` keys to the left and right."""
+    outputs = []
+    for i in range(len(cu_queries) - 1):
+        q, k, v = (
+            states[cu[i] : cu[i + 1]].transpose(0, 1)
+            for states, cu in ((query, cu_queries), (key, cu_keys), (value, cu_keys))
+        )
+        distance = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
+        left, right = window_size
+        mask = (distance >= -right) & ((distance <= left) | (left < 0))
+        outputs.append(
+            torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+            ).transpose(0, 1)
+        )
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_the_variable_length_kernel_computes_the_mask(name, monkeypatch):
+    monkeypatch.setattr(kernels, "varlen_attn", bottom_right)
+    row = Row(BRANCHES, seed=0)
+    output = varlen(*row.states, row.layout, 0.3, row.rule(name))
+    torch.testing.assert_close(output, row.expected(name, gemma2_attention), rtol=1e-12, atol=1e-12)
