@@ -56,10 +56,10 @@ def read_demo(path: Path, demo: str) -> Trajectory:
         if not cameras:
             has = listed(group.get(shown, {}))
             raise DataError(f"{subject} has no pictures, but {has}: add them with the project's own script.")
-        if sum(stored.nbytes for stored in cameras.values()) > MOST_BYTES:
-            raise DataError(f"{subject} has frames of more than {MOST_BYTES >> 30} GiB: split it.")
         for stored in cameras.values():
             _check_stored(stored, len(rewards), file.filename, subject)
+        if sum(stored.nbytes for stored in cameras.values()) > MOST_BYTES:
+            raise DataError(f"{subject} has frames of more than {MOST_BYTES >> 30} GiB: split it.")
         images = {key.replace(".", "_"): stored[:][rows].transpose(0, 3, 1, 2) for key, stored in cameras.items()}
     trajectory = stored_as_bytes(images, labels, subject)
     trajectory.metadata["success_once"] = str(bool(rewards.any())).lower()
