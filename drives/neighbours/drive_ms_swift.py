@@ -90,7 +90,7 @@ def broken(case: Case) -> str:
     rows = [(case.pictures[0], answer) for answer in MORE]
     alone = rewards(case, rows, PLUGIN.format(model=repr(case.url)), ("people",))[:, 0]
     for picture, model in ((case.broken, repr(case.url)), (case.pictures[0], f"BreaksOne({case.url!r})")):
-        values = rewards(case, [rows[0], (picture, "Red"), *rows[1:]], PLUGIN.format(model=model), ("people",))
+        values = rewards(case, [rows[0], (picture, "Crimson"), *rows[1:]], PLUGIN.format(model=model), ("people",))
         assert not values.isnan().any(), values
         assert torch.allclose(values[[0, 2, 3, 4], 0], alone, atol=1e-5), (values, alone)
         advantages, _ = compute_advantages(values, torch.ones(1), len(values))
