@@ -30,9 +30,9 @@ frames-demo: $(INSTALLED)  ## collect frames of Acrobot, train a classifier, and
 	$(BIN)/vlmrm frames demo
 
 test: $(INSTALLED)  ## run the tests of little work, in minutes (T=tests/batching: those of a folder or file)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --cheap --workers 2 $(GUARD) $(T)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --cheap --workers 3 $(GUARD) $(T)
 
-# Four at a time even on two cores: many wait for processes more than they compute.
+# Three and four at a time even on two cores: many wait for servers and processes more than they compute.
 test-all: $(INSTALLED)  ## run every test (T=tests/batching: those of a folder or file)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --workers 4 $(REST) $(T)
 
