@@ -170,7 +170,7 @@ def test_limits_count_what_the_folders_hold_and_a_second_collector_goes_on(folde
 
 PROGRAM = """
 import os, signal, sys, time
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from test_collector import Doing, RewardDataCollector, counting, play
 collector = RewardDataCollector({env}, {positive!r}, {negative!r}, ["cam"], {limit})
 play(collector, {steps}, {seed})
@@ -179,7 +179,8 @@ play(collector, {steps}, {seed})
 
 
 def start(folders, *, steps: int, then="", limit: int | None = None, seed=7, env="counting(3)") -> subprocess.Popen:
-    paths = {"positive": str(folders[0]), "negative": str(folders[1]), "tests": str(Path(__file__).parent)}
+    tests = [str(folder) for folder in Path(__file__).parents[:2]]
+    paths = {"positive": str(folders[0]), "negative": str(folders[1]), "tests": tests}
     program = PROGRAM.format(**paths, steps=steps, then=then, limit=limit, seed=seed, env=env)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, env=environment)
