@@ -118,11 +118,9 @@ MUTANTS = (
     Mutant(TRANSFORMS, "if not np.isfinite(values).all():", "if False:", "tests/scoring tests/rewards"),
     Mutant(SERVERS, "return monotonic() < self.opened + COOL_DOWN", "return False", "tests/rewards"),
     Mutant(SERVERS, "self._passed()\n            raise", "raise", "tests/rewards"),
-    Mutant(ADAPTERS + "swift_orm.py", "np.where(np.isnan(values), means[name], values)", "values", "tests/adapters"),
+    Mutant(ADAPTERS + "swift_orm.py", "groups, everywhere=True)", "groups)", "tests/adapters"),
     Mutant(ADAPTERS + "rows.py", "if np.isnan(value) and name in self.needed", "if False", "tests/adapters"),
-    Mutant(
-        ADAPTERS + "rows.py", "with_group_means(values, groups, elsewhere)", "values", "tests/adapters tests/rewards"
-    ),
+    Mutant(OUTCOME, "with_group_means(filled[name], codes.tolist())", "filled[name]", "tests/adapters tests/rewards"),
     Mutant("vlmrm/rewards/reward_set.py", "if len(failures) > most else []", "", "tests/rewards"),
     Mutant("vlmrm/rewards/remote.py", "time.monotonic() + PAUSE >= end", "True", "tests/rewards"),
     # Rows that are others.

@@ -31,7 +31,7 @@ from vlmrm.errors import ConfigError, RewardError, RowError
 from vlmrm.formats.flow_factory import read_sample, sample_to_conversation
 from vlmrm.formats.rollouts import read_answer
 from vlmrm.rewards import PointwiseRewardModel, RewardArguments, RewardModelOutput, RewardSet
-from vlmrm.scoring import load_scorer
+from vlmrm.scoring import RemoteScorer, load_scorer
 
 LOAD = {"device": "cpu", "dtype": "float32"}
 ANSWERS = ["It is red.", "It is green.", "Red", "It may be blue, I think."]
@@ -156,6 +156,7 @@ GROUPED = {"name": "it", "reward_model": "vlm_reward_group"}
     ("made", "error", "word"),
     [
         (lambda it: TRLReward(it, devise="cpu"), ConfigError, "did you mean device"),
+        (lambda it: TRLReward(RemoteScorer("http://host"), device="cpu"), ConfigError, "device is an option of check"),
         (lambda it: Reward(Given(), cache_bytes=1)(["?"], ["A"]), ConfigError, "cache_bytes is of a folder"),
         (lambda it: TRLReward(Given(), on_failure="zero"), ConfigError, "on_failure: .*mask"),
         (lambda it: VlmrmORM(), ConfigError, "VlmrmORM names no checkpoint"),

@@ -314,12 +314,3 @@ def attend(**keywords):
 def test_attention_refuses_by_name_what_it_does_not_compute(keywords):
     with pytest.raises(ConfigError, match=f"does not compute {next(iter(keywords))}"):
         attend(**keywords)
-
-
-@pytest.mark.parametrize(("common", "computed"), [(10, 220), (11, 209)])
-def test_a_prefix_is_shared_where_it_saves_a_twentieth(common, computed):
-    one = np.arange(110)
-
-    tree = grow([one, np.concatenate([one[:common], 1000 + one[common:]])])
-
-    assert len(tree) == computed

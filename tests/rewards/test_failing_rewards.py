@@ -7,9 +7,9 @@ import threading
 import numpy as np
 import pytest
 
-from vlmrm.adapters.rows import neutral
 from vlmrm.errors import RewardError
 from vlmrm.rewards import PointwiseRewardModel, RewardModelOutput, RewardSet
+from vlmrm.rewards.outcome import without_missing
 
 GROUPS, SIZE = 400, 8
 PROMPTS = [str(number // SIZE) for number in range(GROUPS * SIZE)]
@@ -71,7 +71,7 @@ def test_what_adapters_hand_to_a_framework_s_own_grpo_pays_no_fault(share):
     broken = failed(share)
     scores = LOGITS.copy()
     scores[broken] = np.nan
-    advantages = np.nan_to_num(grpo(neutral({"x": scores}, PROMPTS)[0]["x"]))
+    advantages = np.nan_to_num(grpo(without_missing({"x": scores}, PROMPTS)["x"]))
     assert abs(advantages[broken].mean()) < 0.05
     whole = np.setdiff1d(np.arange(len(LOGITS)), broken)
     assert abs((advantages - grpo(LOGITS))[whole].mean()) < 0.05

@@ -24,9 +24,8 @@ from vlmrm.errors import ConfigError, MediaError, RewardError, RowError
 from vlmrm.formats.flow_factory import conversation_to_sample, write_sample
 from vlmrm.formats.rollouts import read_answer, zip_columns
 from vlmrm.rewards import RewardArguments, Rewards, RewardSet, reward_arguments
-from vlmrm.rewards.outcome import with_group_means, without_missing
-from vlmrm.rewards.ranks import gather, rank
 from vlmrm.rewards.samples import MEDIA
+from vlmrm.scoring.loading import is_address
 from vlmrm.scoring.protocol import Scorer
 
 WAIT = 0.005  # seconds that the first call of a batch waits for more
@@ -49,6 +48,9 @@ def trained_model(
         options: of any reward, and of `vlm_reward`.
     """
     path = str(model) if isinstance(model, Path) else model
+    if not isinstance(path, str) or is_address(path):
+        for option in sorted(options.keys() & {"device", "dtype"}):
+            raise ConfigError(f"{option} is an option of checkpoints: leave it out with a service or a loaded scorer.")
     reward = {"name": name, "reward_model": "vlm_reward", "model_path": path, "on_failure": on_failure}
     return reward_arguments({"batch_size": MOST, **reward, **options})
 
@@ -196,23 +198,6 @@ def text_columns(
         except RowError as error:
             reasons[index] = error.reason
     return {name: [sample.get(name) for sample in samples] for name in ("prompt", "response", *MEDIA)}, reasons
-
-
-def neutral(rewards: Mapping[str, np.ndarray], groups: Groups) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Return rewards by name [N] that neither pay nor punish what is missing, and the mean of each over all ranks.
-
-    A missing one is the mean of its group; in a group without any it is that of all samples where the sample has
-    another reward, else NaN. A collective call.
-    """
-    level, means = {}, {}
-    for name, values in without_missing(rewards, groups).items():
-        present = [pair for pair in zip(groups, values.tolist(), strict=True) if not np.isnan(pair[1])]
-        shares = gather(present)
-        elsewhere = [pair for number, share in enumerate(shares) if number != rank() for pair in share]
-        level[name] = with_group_means(values, groups, elsewhere)
-        everywhere = sorted(value for share in shares for _, value in share)  # the same number on each process
-        means[name] = float(np.mean(everywhere)) if everywhere else float("nan")
-    return level, means
 
 
 def prompt_keys(prompts: Column, *media: Column | None) -> list[Hashable]:

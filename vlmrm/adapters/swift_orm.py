@@ -22,9 +22,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from vlmrm.adapters.rows import SharedSet, neutral, prompt_key, trained_model
+from vlmrm.adapters.rows import SharedSet, prompt_key, trained_model
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards import reward_arguments
+from vlmrm.rewards.outcome import without_missing
 
 
 class OneOfSetORM:
@@ -79,9 +80,7 @@ class _SharedSet(SharedSet):
         images, videos = (columns.get(name) or [None] * len(prompts) for name in ("images", "videos"))
         groups = _groups(prompts, columns)
         scored = self.rewards((prompts, completions, images, videos), columns, groups)
-        level, means = neutral(scored.rewards, groups)
-        # Equal rewards prefer nothing.
-        rewards = {name: np.where(np.isnan(values), means[name], values) for name, values in level.items()}
+        rewards = without_missing(scored.rewards, groups, everywhere=True)  # equal rewards prefer nothing
         for index in np.flatnonzero(np.all([np.isnan(values) for values in rewards.values()], axis=0)):
             reasons = [f"reward {of}: {failures[index]}" for of, failures in scored.failures.items()]
             raise RewardError(f"sample {index} has no reward, nor has any of the batch: {reasons[0]}")

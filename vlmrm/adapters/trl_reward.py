@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from vlmrm.adapters.rows import Column, SharedSet, neutral, prompt_keys, trained_model
+from vlmrm.adapters.rows import Column, SharedSet, prompt_keys, trained_model
 from vlmrm.conversation import text_of
 from vlmrm.errors import RewardError
 from vlmrm.formats.openai import read_messages
 from vlmrm.rewards import reward_arguments
-from vlmrm.rewards.outcome import weighted_total
+from vlmrm.rewards.outcome import weighted_total, without_missing
 from vlmrm.rewards.ranks import rank
 from vlmrm.scoring.protocol import Scorer
 
@@ -63,25 +63,25 @@ class TRLRewardSet:
     def filled(
         self, prompts: Column, completions: Column, columns: Mapping[str, Any], log_metric: Log
     ) -> dict[str, np.ndarray]:
-        """Return the rewards by name, [N], as `neutral` does."""
+        """Return the rewards by name, [N], as `without_missing` does."""
         images, videos = columns.get("images", columns.get("image")), columns.get("videos")
-        groups = prompt_keys(prompts, images, videos) if self.num_generations is None else self._groups(prompts)
+        size = self.num_generations
+        groups = prompt_keys(prompts, images, videos) if size is None else _blocks(prompts, size)
         scored = self.shared.rewards((prompts, completions, images, videos), columns, groups)
         for name, value in scored.metrics().items():
             if log_metric is not None:
                 log_metric(f"rm/{name.removeprefix('rewards/')}", value)
-        return neutral(scored.rewards, groups)[0]
+        return without_missing(scored.rewards, groups)
 
-    def _groups(self, prompts: Column) -> list[int]:
-        assert self.num_generations is not None
-        first = rank() * len(prompts)
-        groups = [(first + index) // self.num_generations for index in range(len(prompts))]
-        texts = [text_of(read_messages(prompt, "user")) for prompt in prompts]
-        if len(set(zip(groups, texts, strict=True))) > len(set(groups)):
-            raise RewardError(
-                f"blocks of {self.num_generations} samples differ in prompt: give TRL's num_generations."
-            )
-        return groups
+
+def _blocks(prompts: Column, size: int) -> list[int]:
+    """Return the number of each sample's block of `size`, counted over all ranks; each is of one prompt."""
+    first = rank() * len(prompts)
+    groups = [(first + index) // size for index in range(len(prompts))]
+    texts = [text_of(read_messages(prompt, "user")) for prompt in prompts]
+    if len(set(zip(groups, texts, strict=True))) > len(set(groups)):
+        raise RewardError(f"blocks of {size} samples differ in prompt: give TRL's num_generations.")
+    return groups
 
 
 class TRLReward(TRLRewardSet):

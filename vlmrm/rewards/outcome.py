@@ -129,21 +129,27 @@ def advantages(
     return _aggregate(all_rewards, weights, codes, method, global_std)[own_slice]
 
 
-def without_missing(rewards: Mapping[str, np.ndarray], groups: Sequence[Hashable]) -> dict[str, np.ndarray]:
-    """Return this rank's rewards as `advantages` takes them: by name, [N].
+def without_missing(
+    rewards: Mapping[str, np.ndarray], groups: Sequence[Hashable], *, everywhere: bool = False
+) -> dict[str, np.ndarray]:
+    """Return this rank's rewards by name, [N], with what neither pays nor punishes in the place of a missing one.
 
-    NaN in samples without any reward, and of a reward that no sample has.
+    As in `advantages` that is the mean of its group, else of all samples. A sample without any reward has the mean of
+    its group; in a group without any it is NaN, or with `everywhere` the mean of all samples. A reward that no sample
+    has is NaN.
 
-    A collective call: the mean of a group is that of its samples on all ranks.
+    A collective call: means are over all ranks.
     """
     all_rewards, codes, own_slice = _of_all_ranks(rewards, groups)
     has_any = _has_any_reward(all_rewards)
-    codes = _codes(codes[has_any])
     filled = {}
     for name, values in all_rewards.items():
         filled[name] = np.full(len(has_any), np.nan)
         if not np.isnan(values).all():
-            filled[name][has_any] = _filled(values[has_any], codes)
+            filled[name][has_any] = _filled(values[has_any], _codes(codes[has_any]))
+            overall = np.nanmean(filled[name]) if everywhere else np.nan
+            level = with_group_means(filled[name], codes.tolist())
+            filled[name] = np.where(np.isnan(level), overall, level)
     return {name: values[own_slice] for name, values in filled.items()}
 
 
@@ -222,15 +228,10 @@ def _filled(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(means), overall, means)
 
 
-def with_group_means(
-    values: np.ndarray, groups: Sequence[Hashable], elsewhere: Sequence[tuple[Hashable, float]] = ()
-) -> np.ndarray:
-    """Return `values` [N] with each NaN as the mean of its group; it stays where the whole group is missing.
-
-    `elsewhere` are groups and values of other ranks.
-    """
+def with_group_means(values: np.ndarray, groups: Sequence[Hashable]) -> np.ndarray:
+    """Return `values` [N] with each NaN as the mean of its group; it stays where the whole group is missing."""
     present: dict[Hashable, list[float]] = {}
-    for group, value in (*zip(groups, values.tolist(), strict=True), *elsewhere):
+    for group, value in zip(groups, values.tolist(), strict=True):
         if not np.isnan(value):
             present.setdefault(group, []).append(value)
     means = [float(np.mean(present[group])) if group in present else np.nan for group in groups]

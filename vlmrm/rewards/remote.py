@@ -195,23 +195,22 @@ class Endpoints:
 
     def post(self, path: str, content: Mapping[str, Any]) -> Any:
         """Return the JSON answer of the first server that can be reached; `content` are keywords of httpx2."""
+        return run(self.ask(path, content))
+
+    async def ask(self, path: str, content: Mapping[str, Any]) -> Any:
+        """Do what `post` does, on the event loop of `run`."""
 
         def paced() -> bool:
             return all(endpoint.circuit.suspects for endpoint in self.endpoints)
 
-        async def asked() -> Any:
-            end = time.monotonic() + self.patience
-            while True:
-                try:
-                    return await retried(
-                        lambda _: self._post_to_any(path, content), attempts=self.attempts, paced=paced
-                    )
-                except (Unavailable, NotAsked):
-                    if time.monotonic() + PAUSE >= end:
-                        raise
-                    await asyncio.sleep(PAUSE)
-
-        return run(asked())
+        end = time.monotonic() + self.patience
+        while True:
+            try:
+                return await retried(lambda _: self._post_to_any(path, content), attempts=self.attempts, paced=paced)
+            except (Unavailable, NotAsked):
+                if time.monotonic() + PAUSE >= end:
+                    raise
+                await asyncio.sleep(PAUSE)
 
     async def _post_to_any(self, path: str, content: Mapping[str, Any]) -> Any:
         tried: dict[Endpoint, RewardError] = {}

@@ -13,7 +13,7 @@ import base64
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,20 +94,21 @@ class AsyncRemoteScorer:
 
     async def score_each(self, conversations: Sequence[ConversationLike]) -> list[float | RowError]:
         """Return the raw logit of each conversation, or the error of one that cannot be scored, in order."""
-        return await self._score([[item] for item in enumerate(conversations)], grouped=False)
+        return await scores_of([[item] for item in enumerate(conversations)], self._ask, self.concurrency)
 
     async def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
         """Return the raw logit of each candidate of each (prompt, candidates); a group is one request."""
         conversations = conversations_of(groups)
         counter = count()
         numbered = [[(next(counter), conversation) for conversation in group] for group in conversations]
-        return regrouped(all_scores(await self._score(numbered, grouped=True)), conversations)
+        scores = await scores_of(numbered, self._ask, self.concurrency, grouped=True)
+        return regrouped(all_scores(scores), conversations)
 
     async def score_each_group(self, groups: Sequence[Sequence[ConversationLike]]) -> list[list[float | RowError]]:
         """Return, for the answers of each prompt as conversations, the raw logit of each, or its error."""
         counter = count()
         numbered = [[(next(counter), conversation) for conversation in group] for group in groups]
-        return regrouped(await self._score(numbered, grouped=True), groups)
+        return regrouped(await scores_of(numbered, self._ask, self.concurrency, grouped=True), groups)
 
     async def score_prefixes(self, task: Any, frames: Sequence[Reference]) -> list[float]:
         """Return the raw logit of each prefix of an episode, as `LocalScorer.score_prefixes` does.
@@ -128,31 +129,6 @@ class AsyncRemoteScorer:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _score(
-        self, groups: Sequence[Sequence[tuple[int, ConversationLike]]], *, grouped: bool
-    ) -> list[float | RowError]:
-        """Send requests as others finish, so that a long list is not encoded all at once."""
-        scores: dict[int, float | RowError] = {}
-        failures: dict[int, RowError] = {}
-        requests = requests_of(groups, failures, grouped)
-        asking: set[asyncio.Task[dict[int, float | RowError]]] = set()
-        try:
-            # Encoding media takes long enough to stall the event loop, so it runs on a thread.
-            while (chunk := await asyncio.to_thread(lambda: next(requests, None))) is not None:
-                asking.add(asyncio.create_task(self._ask(chunk)))
-                if len(asking) == self.concurrency:
-                    done, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-                    for part in await asyncio.gather(*done):
-                        scores.update(part)
-            for part in await asyncio.gather(*asking):
-                scores.update(part)
-        finally:
-            for task in asking:
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-        scores.update(failures)
-        return [scores[index] for index in range(len(scores))]
-
     async def _ask(self, chunk: Chunk) -> dict[int, float | RowError]:
         async def send(seconds: float) -> Any:
             content = chunk.content(self.model, seconds)
@@ -168,6 +144,39 @@ class AsyncRemoteScorer:
         scores = dict(zip(chunk.indices, read_scores(answer, len(chunk.indices)), strict=True))
         self.digest = answer.get("revision")
         return scores
+
+
+async def scores_of(
+    groups: Sequence[Sequence[tuple[int, ConversationLike]]],
+    ask: Callable[[Chunk], Coroutine[Any, Any, dict[int, float | RowError]]],
+    concurrency: int = CONCURRENCY,
+    *,
+    grouped: bool = False,
+) -> list[float | RowError]:
+    """Return the score of each numbered conversation, or its error, by the answers of `ask` to requests.
+
+    Requests are sent as others finish, so that a long list is not encoded all at once.
+    """
+    scores: dict[int, float | RowError] = {}
+    failures: dict[int, RowError] = {}
+    requests = requests_of(groups, failures, grouped)
+    asking: set[asyncio.Task[dict[int, float | RowError]]] = set()
+    try:
+        # Encoding media takes long enough to stall the event loop, so it runs on a thread.
+        while (chunk := await asyncio.to_thread(lambda: next(requests, None))) is not None:
+            asking.add(asyncio.create_task(ask(chunk)))
+            if len(asking) == concurrency:
+                done, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+                for part in await asyncio.gather(*done):
+                    scores.update(part)
+        for part in await asyncio.gather(*asking):
+            scores.update(part)
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    scores.update(failures)
+    return [scores[index] for index in range(len(scores))]
 
 
 def _check_service(answer: Any) -> None:

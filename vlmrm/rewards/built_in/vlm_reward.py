@@ -11,7 +11,6 @@ import os
 import re
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from vlmrm.conversation import Conversation, Message
 from vlmrm.data.media import messages_key
 from vlmrm.errors import ConfigError, RowError, finite_or_error
 from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate, read_sample, sample_to_conversation
+from vlmrm.http import run
 from vlmrm.libraries import needs
 from vlmrm.rewards.built_in.views import once_each
 from vlmrm.rewards.contract import (
@@ -37,7 +37,7 @@ from vlmrm.rewards.judges.replies import without_thinking
 from vlmrm.rewards.remote import ClientSettings, connected
 from vlmrm.scoring.loading import SCORER_OPTIONS, is_address, load_local_scorer
 from vlmrm.scoring.protocol import Scorer
-from vlmrm.scoring.remote import CONCURRENCY, ROUTE, Chunk, read_scores, requests_of
+from vlmrm.scoring.remote import ROUTE, Chunk, read_scores, scores_of
 from vlmrm.scoring.transforms import NORMALIZED, transform_named
 from vlmrm.settings import Strict, validate
 
@@ -69,17 +69,10 @@ class _ServedModel:
         self.servers = connected(config, [address], settings, 120.0, os.environ.get("VLMRM_TOKEN"))
 
     def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
-        scores: dict[int, float | RowError] = {}
-        failures: dict[int, RowError] = {}
-        requests = requests_of([[item] for item in enumerate(conversations)], failures, grouped=False)
-        with ThreadPoolExecutor(CONCURRENCY) as threads:
-            for part in threads.map(self._ask, requests):
-                scores |= part
-        scores |= failures
-        return [scores[index] for index in range(len(conversations))]
+        return run(scores_of([[item] for item in enumerate(conversations)], self._ask))
 
-    def _ask(self, request: Chunk) -> dict[int, float | RowError]:
-        answer = self.servers.post(ROUTE, request.content(self.reward, self.servers.endpoints[0].timeout))
+    async def _ask(self, request: Chunk) -> dict[int, float | RowError]:
+        answer = await self.servers.ask(ROUTE, request.content(self.reward, self.servers.endpoints[0].timeout))
         return dict(zip(request.indices, read_scores(answer, len(request.indices)), strict=True))
 
 
@@ -132,27 +125,16 @@ class _TrainedReward(BaseRewardModel):
     required_fields = ("prompt",)
     message_responses = True
     default_dtype = "auto"
-    options = (
-        "model_path",
-        "model_name_or_path",
-        "reward",
-        "transform",
-        "custom_prompt",
-        "system",
-        *POLICY,
-        *LOCAL,
-        *CLIENT,
-    )
+    options = ("model_path", "model_name_or_path", "reward", *SHOWN, *LOCAL, *CLIENT)
     transforms: tuple[str, ...]
     loaded: _SharedModel | _ServedModel
 
     def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
-        extra = config.extra_kwargs
+        extra, where = config.extra_kwargs, f"reward {config.name}"
         paths = [extra[name] for name in ("model_path", "model_name_or_path") if name in extra]
         if len(paths) != 1:
-            raise ConfigError(f"reward {config.name}: give the checkpoint once, as model_path.")
-        where = f"reward {config.name}"
+            raise ConfigError(f"{where}: give the checkpoint once, as model_path.")
         self.policy = validate(PolicySettings, {name: extra[name] for name in POLICY if name in extra}, where)
         try:
             self.template = PromptTemplate(extra.get("custom_prompt", PROMPT_SLOT), extra.get("system"))
@@ -163,12 +145,10 @@ class _TrainedReward(BaseRewardModel):
         kind = "a Scorer" if not isinstance(model, str) else "an address" if is_address(model) else "a folder"
         for keys, needed in ((LOCAL, "a folder"), (("reward", *CLIENT), "an address")):
             if kind != needed and (key := next((key for key in keys if key in extra), None)):
-                raise ConfigError(
-                    f"reward {config.name}: {key} is of {needed}, and model_path is {kind}: leave it out."
-                )
+                raise ConfigError(f"{where}: {key} is of {needed}, and model_path is {kind}: leave it out.")
         if kind != "a folder":
             if name == NORMALIZED:
-                raise ConfigError(f"reward {config.name}: transform is {name}, which needs a checkpoint's folder.")
+                raise ConfigError(f"{where}: transform is {name}, which needs a checkpoint's folder.")
             self.transform = transform_named(name)
             self.loaded = _ServedModel(config, model) if isinstance(model, str) else _SharedModel(model)
             return
@@ -206,9 +186,8 @@ class _TrainedReward(BaseRewardModel):
         valid = list(conversations.values())
         outcomes = once_each((messages_key(it.messages) for it in valid), valid, self.loaded.score_each)
         for index, score in zip(conversations, outcomes, strict=True):
-            score = (
-                score if isinstance(score, RowError) else finite_or_error(score)
-            )  # a user's own scorer may give NaN
+            if not isinstance(score, RowError):
+                score = finite_or_error(score)  # a user's own scorer may return NaN
             if isinstance(score, RowError):
                 failures[index] = score.reason
             else:

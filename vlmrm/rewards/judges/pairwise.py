@@ -66,8 +66,10 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
     shown = ("first", "second")
 
     def judged(self, samples: Sequence[JudgeSample]) -> RewardModelOutput:
-        # In an order of their own, so that who meets whom does not depend on that of the group.
-        order = sorted(range(len(samples)), key=lambda index: (self._key(samples[index]), index))
+        order = list(range(len(samples)))
+        if full_rounds(len(order)) > self.settings.rounds:  # else all meet
+            # In an order of their own, so that who meets whom does not depend on that of the group.
+            order.sort(key=lambda index: self._key(samples[index]))
         group = _Group([samples[index] for index in order], self)
         credits = play(len(samples), self.settings.rounds, group.compare)
         values = strengths(len(samples), credits)
