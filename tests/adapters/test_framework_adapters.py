@@ -196,7 +196,7 @@ def trl_advantages(*functions: list[float | None], weights: list[float], size: i
     return torch.nan_to_num((total - total.nanmean(dim=1, keepdim=True)).flatten(), nan=0.0).tolist()
 
 
-def test_a_missing_score_beside_another_reward_of_trl_neither_pays_nor_punishes():
+def test_a_missing_score_neither_pays_nor_punishes():
     scores = TRLReward(Given(-3.1, -2.9, NAN, -3.3))(["a"] * 4, ANSWERS)
     assert scores == pytest.approx([-3.1, -2.9, -3.1, -3.3])
     assert trl_advantages(scores, [1.0] * 4, weights=[1.0, 1.0], size=4)[2] == pytest.approx(0.0, abs=1e-6)
