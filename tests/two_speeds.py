@@ -102,12 +102,20 @@ class TwoSpeeds:
             preloaded.start()
             return None
         session.config._tmp_path_factory.getbasetemp()  # made here, it is one for all workers
-        chunks = list(self.chunks(session.items))
+        alone = [item for item in session.items if item.get_closest_marker("alone")]
+        self.run(session, [item for item in session.items if item not in alone], option.workers)
+        for _, of_a_file in itertools.groupby(alone, key=lambda item: item.path):
+            self.run(session, [*of_a_file], 1)
+        return True
+
+    def run(self, session: pytest.Session, items: list[pytest.Item], count: int) -> None:
+        """Run items in so many workers."""
+        chunks = list(self.chunks(items))
         numbers, feed = os.pipe()
         os.write(feed, b"".join(number.to_bytes(4, "little") for number in range(len(chunks))))
         os.close(feed)
         with selectors.DefaultSelector() as selector:
-            workers = [Worker(session, chunks, numbers, selector) for _ in range(option.workers)]
+            workers = [Worker(session, chunks, numbers, selector) for _ in range(count)]
             try:
                 while any(worker.pid for worker in workers):
                     for key, _ in selector.select():
@@ -117,7 +125,6 @@ class TwoSpeeds:
             finally:
                 for worker in workers:
                     worker.end(kill=True)
-        return True
 
     def chunks(self, items: list[pytest.Item]) -> Iterator[list[pytest.Item]]:
         """Yield the items of a file at a time, or less where they take long; the longest first."""

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import multiprocessing.spawn
 import os
 from collections import Counter
 from itertools import chain
@@ -11,6 +12,7 @@ import datasets
 import pytest
 from torch.utils.data import DataLoader
 
+from tests import preloaded
 from tests.conversations import png, references
 from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
@@ -217,7 +219,8 @@ def collate(rows):
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_rows_reach_loader_workers(start, tmp_path):
+def test_rows_reach_loader_workers(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(multiprocessing.spawn, "_python_exe", os.fsencode(preloaded.python()))
     dataset = load(write(tmp_path / "rows.jsonl", pairs(40)))
     loader = DataLoader(dataset, batch_size=8, num_workers=2, collate_fn=collate, multiprocessing_context=start)
     assert list(chain(*loader)) == [f"q{i}" for i in range(40)]

@@ -6,13 +6,13 @@ import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from tests import preloaded
 from tests.runs import colour_lists, colour_pairs, square, write_rows
 from vlmrm import cli, load_scorer
 from vlmrm.data.arguments import DataArguments
@@ -268,13 +268,14 @@ def test_two_processes_under_torchrun_write_what_one_does(job, tmp_path):
     data = [broken_rows(tmp_path), colour_pairs(tmp_path / "p", 9)]
     alone, shared = job(*data, output="alone"), job(*data, output="shared")
     score_offline(alone)
-    here = Path(sys.executable).parent
-    launcher = [here / "torchrun", "--standalone", "--nproc-per-node=2", "--no-python", here / "vlmrm"]
-    done = subprocess.run([*launcher, *words(shared)], cwd=tmp_path, capture_output=True, text=True)
+    torchrun = [preloaded.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    line = [*torchrun, "-m", "vlmrm", *words(shared)]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "5 of 19 rows could not be scored" in done.stderr, done.stderr
     assert_same_rows(read(shared), read(alone))
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install -e '.[ray]'")
 def test_two_workers_of_ray_write_what_one_process_does(job, tmp_path):
     import ray

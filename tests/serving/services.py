@@ -16,6 +16,7 @@ from typing import Any
 import httpx2 as httpx
 import uvicorn
 
+from tests import preloaded
 from vlmrm.serving.app import create_app
 from vlmrm.serving.service import Service
 from vlmrm.serving.settings import ServiceSettings, validate_settings
@@ -79,7 +80,16 @@ def fake(name: str = "length", engine: str = "fake_reward.Length", **settings: A
 
 def settings_of(*rewards: dict[str, Any], **settings: Any) -> ServiceSettings:
     """With pulls that wait for their results as long as they can: a worker may take long to load."""
-    return validate_settings({"reward_args": list(rewards), "long_poll": 60, **settings}, "test", {})
+    settings = {"reward_args": [preloading(reward) for reward in rewards], "long_poll": 60, **settings}
+    if "decode_args" in settings:
+        settings["decode_args"] = preloading(settings["decode_args"])
+    return validate_settings(settings, "test", {})
+
+
+def preloading(block: dict[str, Any]) -> dict[str, Any]:
+    """Let a worker of ours be forked from a process that has torch; those of fakes need none."""
+    light = block.get("engine", "").startswith("fake_reward.") or "num_cpus" in block
+    return block if light else {"venv_python": preloaded.python(), **block}
 
 
 @asynccontextmanager
