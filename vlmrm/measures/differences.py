@@ -1,9 +1,10 @@
 """Differences between checkpoints on the same pairs, tested all together.
 
-If two checkpoints are equally good, it is chance which of them has the better half of what differs within a prompt:
-flipping the signs of whole prompts shows what differences chance makes. The largest of all studentised differences
-in each flip is what each one is held against (Westfall and Young, Resampling-Based Multiple Testing, 1993), so that
-with a probability of 95 % no difference at all is called real by mistake, and all intervals hold together.
+If all checkpoints are equally good, it is chance which of them has which verdicts on a prompt: exchanging them within
+whole prompts shows what differences chance makes. A difference and those of chance are divided alike, each by the
+root of its squares over prompts, so that the tests hold however unequal the prompts' numbers of pairs are. The largest
+of all differences in each exchange is what each one is held against (Westfall and Young, Resampling-Based Multiple
+Testing, 1993): with a probability of 95 % none at all is called real by mistake, and all intervals hold together.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from vlmrm.errors import DataError
-from vlmrm.measures.intervals import LEVEL, Estimate, Mean, numbered, spread, with_both_signs
+from vlmrm.measures.intervals import LEVEL, Estimate, numbered
 from vlmrm.measures.pairs import check_pairs, margins_of, pair_index
 
-FLIPS, SEED = 2000, 0
-CELLS = 1 << 22  # flips x prompts held at a time
+DRAWS, SEED = 1000, 0
+CELLS = 1 << 18  # draws x prompts x checkpoints held at a time
 POWER = 0.8
+TINY = 1e-9  # of a statistic's rounding
 
 
 class PairedTest(NamedTuple):
@@ -50,22 +52,24 @@ def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
     """Test each two of `frames`, scored pairs by checkpoint, on the pairs that all of them have."""
     if len(frames) < 2:
         return []
-    right, prompts = right_of_shared_pairs(frames)
-    couples = list(combinations(range(len(frames)), 2))
     names = list(frames)
-    influences = [Mean(right[:, i] - right[:, j]).influence() for i, j in couples]
-    spreads = [spread(influence, prompts) for influence in influences]
-    chance = chance_of_largest(np.stack([right[:, i] - right[:, j] for i, j in couples], axis=1), prompts)
-    # An element of `chance`: p-values then agree with it, and those that are infinite are not interpolated.
+    right, prompts = right_of_shared_pairs(frames)
+    sizes = np.bincount(prompts).astype(np.float64)
+    sums = np.stack([np.bincount(prompts, column) for column in right.T], axis=1)
+    added = added_square(sizes)
+    statistics = statistics_of(sums, added)
+    chance = chance_of_largest(sums, added)
+    # An element of `chance`: p-values then agree with it.
     quantile = float(np.quantile(chance, LEVEL, method="higher")) if len(chance) else np.nan
     if quantile == 0:  # no two differ in any pair
-        quantile = float(stdtrit(spreads[0][0].freedom, (1 + LEVEL) / 2))
+        quantile = float(stdtrit(len(sizes) - 1, (1 + LEVEL) / 2))
+    findable = difference_of(sizes, sizes, quantile, added).low > 0  # if one were right everywhere, the other nowhere
     tests = []
-    for (i, j), influence, (of, count) in zip(couples, influences, spreads, strict=True):
-        centre, error = with_both_signs(influence.value, of)
-        ends = np.clip([centre - quantile * error, centre + quantile * error], -1, 1)
-        detectable = (quantile + stdtrit(of.freedom, POWER)) * error if of.freedom else np.nan
-        extreme = int((chance >= abs(centre) / error).sum()) if len(chance) else 0
+    for i, j in combinations(range(len(names)), 2):
+        extreme = int((chance >= abs(statistics[i, j]) - TINY).sum())
+        difference = difference_of(sums[:, i] - sums[:, j], sizes, quantile, added)
+        error = difference.standard_error
+        detectable = (quantile + stdtrit(len(sizes) - 1, POWER)) * error if findable else np.nan
         tests.append(
             PairedTest(
                 first=names[i],
@@ -73,7 +77,7 @@ def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
                 pairs=len(right),
                 first_accuracy=float(right[:, i].mean()),
                 second_accuracy=float(right[:, j].mean()),
-                difference=Estimate(influence.value, *map(float, ends), of.error, len(right), count),
+                difference=difference,
                 only_first=int((right[:, i] > right[:, j]).sum()),
                 only_second=int((right[:, j] > right[:, i]).sum()),
                 p_value=(1 + extreme) / (1 + len(chance)),
@@ -83,24 +87,59 @@ def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
     return tests
 
 
-def chance_of_largest(differences: np.ndarray, prompts: np.ndarray) -> np.ndarray:
-    """Return the largest studentised mean of differences [N, K] in each flip of the signs of prompts: [FLIPS].
+def added_square(sizes: np.ndarray) -> float:
+    """Return the square of one more gain and one more loss, of a prompt of the size that most pairs have.
 
-    Empty for fewer than two prompts. A difference that is zero in every pair is never the largest.
+    Without them few changes would have an interval of no width (Bonett and Price, 2012).
     """
-    sums = np.stack([np.bincount(prompts, column) for column in differences.T], axis=1)
-    count = len(sums)
+    return 2 * float((sizes**2).sum() / sizes.sum()) ** 2
+
+
+def statistics_of(sums: np.ndarray, added: float) -> np.ndarray:
+    """Return the differences of M checkpoints by their errors [..., M, M], of right answers by prompt [..., P, M]."""
+    products, totals = sums.swapaxes(-1, -2) @ sums, sums.sum(axis=-2)
+    own = np.diagonal(products, axis1=-2, axis2=-1)
+    squares = own[..., :, None] + own[..., None, :] - 2 * products
+    return (totals[..., :, None] - totals[..., None, :]) / np.sqrt(np.maximum(squares, 0) + added)
+
+
+def chance_of_largest(sums: np.ndarray, added: float) -> np.ndarray:
+    """Return the largest of `statistics_of` where checkpoints are exchanged within prompts: [DRAWS].
+
+    Empty for fewer than two prompts.
+    """
+    count, models = sums.shape
     if count < 2:
         return np.zeros(0)
-    norms = np.sqrt((sums**2).sum(axis=0))
-    scaled = np.divide(sums, norms, out=np.zeros_like(sums), where=norms > 0).astype(np.float32)
-    rng, largest = np.random.default_rng(SEED), []
-    for start in range(0, FLIPS, step := max(CELLS // count, 1)):
-        bits = rng.integers(0, 2, (min(step, FLIPS - start), count), dtype=np.int8)
-        largest.append(np.abs((2 * bits - 1).astype(np.float32) @ scaled).max(axis=1))
-    most = np.minimum(np.concatenate(largest).astype(np.float64) ** 2, count)  # of the sum over its root mean square
-    with np.errstate(divide="ignore"):
-        return np.sqrt(most * (count - 1) / (count - most))
+    sums = sums - sums.mean(axis=1, keepdims=True)
+    sums = sums[(sums != 0).any(axis=1)]  # elsewhere an exchange changes nothing
+    rng, prompts = np.random.default_rng(SEED), np.arange(len(sums))[:, None]
+    largest = []
+    for start in range(0, DRAWS, step := max(CELLS // max(sums.size, 1), 1)):
+        turns = rng.integers(0, models, (min(step, DRAWS - start), len(sums), 1))
+        turned = sums[prompts, (np.arange(models) + turns) % models]
+        largest.append(statistics_of(turned, added).max(axis=(1, 2)))
+    return np.concatenate(largest)
+
+
+def difference_of(sums: np.ndarray, sizes: np.ndarray, quantile: float, added: float) -> Estimate:
+    """Return a mean difference with those that it would not contradict: their statistic is within ± `quantile`.
+
+    sums [P] are what two checkpoints differ by in each prompt, sizes [P] its pairs.
+    """
+    pairs, whole, squares = sizes.sum(), sums.sum(), (sums**2).sum() + added
+    ends = (np.nan, np.nan)
+    # (whole - d pairs)² <= quantile² (Σ (sums - d sizes)² + added), a quadratic in d.
+    a = pairs**2 - quantile**2 * (sizes**2).sum()
+    b = whole * pairs - quantile**2 * (sums * sizes).sum()
+    if a > 0:
+        half = np.sqrt(max(b**2 - a * (whole**2 - quantile**2 * squares), 0.0))
+        ends = (max((b - half) / a, -1.0), min((b + half) / a, 1.0))
+    elif not np.isnan(quantile):  # so few prompts, or one with so many of the pairs, contradict nothing
+        ends = (-1.0, 1.0)
+    value = whole / pairs
+    error = np.sqrt(((sums - value * sizes) ** 2).sum() + added) / pairs if len(sizes) > 1 else np.nan
+    return Estimate(float(value), *map(float, ends), float(error), int(pairs), len(sizes))
 
 
 def right_of_shared_pairs(frames: Mapping[str, pd.DataFrame]) -> tuple[np.ndarray, np.ndarray]:

@@ -422,7 +422,7 @@ def of_comparison(checkpoints: Sequence[Checkpoint]) -> Section:
     seen = seen if sizes else "So few prompts show no difference."
     text = (
         "A difference is more than chance where its interval is without zero, and there p is below 0.05. Both are "
-        f"from flips of the signs of whole prompts and hold for all {len(tests)} comparisons together. "
+        f"from exchanges within whole prompts and hold for all {len(tests)} comparisons together. "
         f"{seen}"
     )
     if len(checkpoints) > COMPARED:
