@@ -9,6 +9,7 @@ import pandas as pd
 
 from tests.pair_frames import pair_frame
 from vlmrm.measures.audit import audit
+from vlmrm.measures.interventions import INTERVENTIONS
 
 Rng = np.random.Generator
 
@@ -27,6 +28,7 @@ class Planted:
     rests: tuple[float, float, float] = (0.5, 1.0, 1.0)
     skill: float = 0.8
     length: float = 0.0
+    judges: bool = False  # is shown both answers, in both orders
     position: float = 0.0
     falls_for: dict[str, float] = field(default_factory=dict)
     shaken: dict[str, float] = field(default_factory=dict)
@@ -42,8 +44,8 @@ class Planted:
         within = 0.6 if self.pairs_of_prompt > 1 else 0.0
         parts = self.skill + np.sqrt(within) * shared + np.sqrt(1 - within) * alone
         text, question, image = np.asarray(self.rests)[:, None] * parts.T
-        longer, first = rng.choice([-1, 1], (2, n))
-        extra = self.length * longer + self.position * first
+        longer = rng.choice([-1, 1], n)
+        extra = self.length * longer
         margin = text + question + image + extra
 
         def other(weight: float) -> np.ndarray:
@@ -61,20 +63,19 @@ class Planted:
             "swapped_prompt": text + extra + other(of_question) + other(of_image),
             "response_only": text + extra,
             "added_markdown": margin,
-            "padded_answers": margin,
+            "padded_answers": margin - self.length * (longer + 1),
             "agreeing_answers": margin,
             "stripped_markdown": margin,
-            "matched_lengths": margin,
+            "matched_lengths": margin - extra,
             "compressed_image": margin,
-            "reversed_answers": margin - 2 * self.position * first,
         }
         columns: dict[str, object] = {
             "prompt_id": prompts,
             "chosen_length": 200 + 50 * longer,
             "rejected_length": 200,
-            "chosen_branch": np.where(first > 0, 0, 1),
-            "rejected_branch": np.where(first > 0, 1, 0),
         }
+        if self.judges:
+            columns |= {"credit_first": margin + self.position > 0, "credit_second": margin - self.position > 0}
         for name, values in altered.items():
             changed = values + (0.03 + self.shaken.get(name, 0.0)) * rng.normal(0, 1, n)
             changed = rng.normal(0, 1, n) if name in self.lost else changed
@@ -85,7 +86,7 @@ class Planted:
 
 BLIND, DEAF = ("swapped_image", "not reliant"), ("swapped_question", "not reliant")
 STRANGE = ("blank_image", "noise_image", "no_question")
-MARKDOWN = ("added_markdown", "reliant")
+MARKDOWN, ORDER = ("added_markdown", "reliant"), ("reversed_answers", "reliant")
 
 GUILTY = [
     Planted("reads texts alone", (1, 0, 0), 1.0, guilt=BLIND),
@@ -105,16 +106,15 @@ GUILTY = [
     Planted("looks in prompts with two pairs", (0.3, 0, 1), 1.2, pairs_of_prompt=2, guilt=DEAF),
     Planted("likes markdown", falls_for={"added_markdown": 1.0}, guilt=MARKDOWN),
     Planted("loves markdown", falls_for={"added_markdown": 3.0}, guilt=MARKDOWN),
-    Planted("hates markdown", (0.3, 0.7, 0.7), 0.5, falls_for={"added_markdown": -3.0}, guilt=MARKDOWN),
     Planted("likes padding", falls_for={"padded_answers": 1.0}, guilt=("padded_answers", "reliant")),
     Planted("loves padding", falls_for={"padded_answers": 2.0}, guilt=("padded_answers", "reliant")),
     Planted("likes flattery", falls_for={"agreeing_answers": 1.0}, guilt=("agreeing_answers", "reliant")),
     Planted("loves flattery", falls_for={"agreeing_answers": 2.0}, guilt=("agreeing_answers", "reliant")),
-    Planted("loves length", length=1.3, guilt=("length", "reliant")),
-    Planted("loves length alone", (0.2, 0.2, 0.2), length=1.0, guilt=("length", "reliant")),
-    Planted("loves the first", position=1.5, guilt=("position", "reliant")),
-    Planted("loves the last", position=-1.5, guilt=("reversed_answers", "reliant")),
-    Planted("sees the first alone", (0, 0, 0.1), position=1.0, guilt=("position", "reliant")),
+    Planted("loves length", length=1.3, guilt=("padded_answers", "reliant")),
+    Planted("loves length alone", (0.2, 0.2, 0.2), length=1.0, guilt=("matched_lengths", "reliant")),
+    Planted("loves the first", judges=True, position=1.5, guilt=ORDER),
+    Planted("loves the last", judges=True, position=-1.5, guilt=ORDER),
+    Planted("says always the first", (0, 0, 0), judges=True, position=1.0, guilt=ORDER),
     Planted("shaken by compression", shaken={"compressed_image": 3.0}, guilt=("compressed_image", "reliant")),
     Planted("shaken by plain text", shaken={"stripped_markdown": 4.0}, guilt=("stripped_markdown", "reliant")),
     Planted("shaken by one length", shaken={"matched_lengths": 3.0}, guilt=("matched_lengths", "reliant")),
@@ -131,13 +131,16 @@ INNOCENT = [
     Planted("looks in prompts with four pairs", (0, 0.5, 1), 1.0, pairs_of_prompt=4, guilt=SEES),
     Planted("looks in prompts with twelve pairs", (0, 0.5, 1), 1.0, pairs_of_prompt=12),
     Planted("weighs all alike", (1, 1, 1), 0.7, guilt=SEES),
+    Planted("punishes markdown", (0.3, 0.7, 0.7), 0.5, falls_for={"added_markdown": -3.0}),
+    Planted("judges both orders alike", judges=True, guilt=("reversed_answers", "not reliant")),
 ]
 
 
 def truth_of(scorer: Planted, count: int = 10_000) -> dict[str, float]:
     """Return what each change really costs, of as many pairs, in units of the margin from which on it counts."""
     found = audit(scorer.frame(count, np.random.default_rng(99)))
-    return {finding.name: abs(finding.loss.value) / finding.margin for finding in found}
+    attacks = {name for name, intervention in INTERVENTIONS.items() if intervention.attack}
+    return {it.name: (it.loss.value if it.name in attacks else abs(it.loss.value)) / it.margin for it in found}
 
 
 def trial(scorer: Planted, truth: dict[str, float], n: int, seed: list[int]) -> tuple[list[str], bool]:

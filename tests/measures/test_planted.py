@@ -50,10 +50,23 @@ def test_grey_alone_decides_where_the_answers_are_nothing_but_images():
     assert of(audit(grey.assign(blank_image_chosen=margins)), "blank_image").state == "not reliant"
 
 
-def test_a_position_that_never_changes_is_said_to_hide_a_liking_for_it():
-    finding = of(audit(pair_frame(RNG.normal(1, 1, 300))), "position")
-    assert finding.state == "undecided" and "always the first one" in finding.reason
-    assert np.isnan(finding.loss.value)
+def test_pairs_as_they_are_accuse_nobody():
+    """The longer answers come first and are the better ones, and those are easier to tell."""
+    easy = RNG.random(300) < 0.6
+    frame = pair_frame(RNG.normal(np.where(easy, 1.5, 0.2), 1), chosen_length=np.where(easy, 300, 100))
+    assert audit(frame.assign(rejected_length=200)) == []
+
+
+def test_data_of_one_question_cannot_tell_whether_it_is_needed():
+    same = {f"no_question_{side}": value for side, value in (("chosen", 1.0), ("rejected", 0.0))}
+    frame = pair_frame(np.ones(300), **same)
+    assert of(audit(frame.assign(prompt_text=frame["prompt_id"])), "no_question").state == "not reliant"
+    finding = of(audit(frame.assign(prompt_text="Which digit?")), "no_question")
+    assert finding.state == "undecided" and "cannot tell" in finding.reason
+
+
+def test_punished_decorations_are_no_finding():
+    assert of(found(named("punishes markdown")), "added_markdown").state == "not reliant"
 
 
 def test_a_finding_has_its_numbers():

@@ -1,6 +1,7 @@
 """The audit: what a preference rests on, decided by equivalence tests for all questions together.
 
-A question is an intervention with its repeats, whose credits are averaged, or a contrast among the pairs as they are.
+A question is an intervention with its repeats, whose credits are averaged; of a judge its two orders are one too. What
+differs between pairs as they are accuses nobody: where the better answer is longer, it may be easier to tell as well.
 Two claims can be made: *reliant*, that accuracy changes by more than a margin, and *not reliant*, that it changes by
 less (two one-sided tests, Schuirmann 1987). What neither test shows is *undecided*: that no loss is seen is no proof
 that there is none. Only one of both claims can be wrong, and Holm's procedure over all questions keeps the
@@ -16,17 +17,14 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtr, stdtrit
 
-from vlmrm.measures.intervals import NAN, Contrast, Estimate, Figure, Mean, spread, with_both_signs, with_ends
+from vlmrm.measures.intervals import NAN, Estimate, Figure, Mean, spread, with_both_signs, with_ends
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.pairs import PairArrays, credits_of
 
 MARGIN = 0.05  # of accuracy: a larger change counts, a smaller one counts as none
-OBSERVED_MARGIN = 0.1  # of a contrast between pairs, which may differ in other things too
 PROMPTS = 20  # with fewer, no claim is made
-SIDE = 10  # prompts that each side of a contrast needs
 LEVEL, POWER = 0.05, 0.8
 CHANCE = 0.5
-OBSERVED = "observed"  # the family of contrasts
 
 State = Literal["reliant", "not reliant", "undecided"]
 
@@ -34,11 +32,10 @@ State = Literal["reliant", "not reliant", "undecided"]
 class Finding(NamedTuple):
     """The answer to one question.
 
-    `loss` is the accuracy that is lost, below zero gained: of the contrasts that where the chosen answer is the longer
-    or the first one less that elsewhere, and of the order what standing first is worth.
+    `loss` is the accuracy that is lost, below zero gained; of the order it is what standing first is worth.
     """
 
-    name: str  # of the intervention, or "length" or "position"
+    name: str  # of the intervention
     family: str
     state: State
     loss: Estimate
@@ -54,10 +51,6 @@ def audit(frame: pd.DataFrame) -> list[Finding]:
     """Return a finding for each question that the scored pairs of one checkpoint allow, in their declared order."""
     pairs = PairArrays(frame)
     found = [it for name in INTERVENTIONS if (it := _of_intervention(pairs, name)) is not None]
-    if np.nan_to_num(pairs.longer).any():  # unless all are equally long
-        found.append(_contrasted("length", pairs, pairs.longer > 0, pairs.longer < 0))
-    (chosen, rejected), decided = pairs.sides("branch").T, ~np.isnan(pairs.margins)
-    found.append(_contrasted("position", pairs, decided & (chosen < rejected), decided & (chosen > rejected)))
     testable = [finding for finding, _ in found if not finding.reason]
     adjusted = dict(zip((it.name for it in testable), holm([it.p_value for it in testable]), strict=True))
     return [_answer(finding, test, adjusted.get(finding.name, 1.0), len(testable)) for finding, test in found]
@@ -106,6 +99,8 @@ def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
     intervention = INTERVENTIONS[name]
     if intervention.repeats is not None:
         return None
+    if intervention.family == "order" and not np.isnan(pairs.positions).all():
+        return _of_both_orders(pairs, name)
     names = [name, *(repeat for repeat, declared in INTERVENTIONS.items() if declared.repeats == name)]
     altered = [credits_of(pairs.altered_margins(variant)) for variant in names if f"{variant}_chosen" in pairs.frame]
     altered = [credits for credits in altered if not np.isnan(credits).all()]
@@ -121,7 +116,7 @@ def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
     together = [loss]
     if len(altered) > 1 and not intervention.decides:
         together += [Mean(pairs.credits - credits, scale="difference") for credits in altered]
-    tests = [_test(figure, pairs.prompts, MARGIN) for figure in together]
+    tests = [_test(figure, pairs.prompts, MARGIN, gain_counts=not intervention.attack) for figure in together]
     claim: State = "reliant" if all(test.claim == "reliant" for test in tests) else "not reliant"
     agree = len({test.claim for test in tests}) == 1
     p = max(test.p for test in tests)
@@ -134,6 +129,8 @@ def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
         # A model that is right as often as chance has nothing to lose.
         above = _test(Mean(np.where(np.isnan(mean), np.nan, pairs.credits - CHANCE)), pairs.prompts, MARGIN)
         p = max(p, above.p if above.centre > 0 and above.claim == "reliant" else 1.0)
+    if intervention.family == "question" and not intervention.decides and _has_one_question(pairs):
+        reason = "All rows ask the same question, so that these data cannot tell; those of several would."
     of_loss = tests[0].estimate
     if of_loss.prompts < PROMPTS:
         reason = f"{of_loss.prompts} prompts are too few to tell."
@@ -142,26 +139,21 @@ def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
     return found, tests[0]
 
 
-def _contrasted(name: str, pairs: PairArrays, first: np.ndarray, second: np.ndarray) -> Question:
-    contrast = Contrast(pairs.credits, first, second)
-    counts = [len(np.unique(pairs.prompts[side])) for side in (first, second)]
-    reason = ""
-    if not all(counts):
-        sides = ("longer", "shorter") if name == "length" else ("first", "second")
-        always = sides[0] if counts[0] else sides[1]
-        reason = f"The preferred answer is always the {always} one, so that a liking for it cannot be told apart."
-    elif min(counts) < SIDE:
-        reason = f"{min(counts)} prompts on one side are too few to tell."
-    test = _test(contrast, pairs.prompts, OBSERVED_MARGIN)
-    left = Mean(np.where(second, pairs.credits, np.nan), scale="share").estimate(pairs.prompts)
-    return Finding(name, OBSERVED, test.claim, test.estimate, left, OBSERVED_MARGIN, test.p, NAN, reason, 1), test
-
-
 def mean_of(credits: Sequence[np.ndarray]) -> np.ndarray:
     """Return the mean of the credits [N] that are there, NaN where none is."""
     stacked = np.stack(credits)
     counts = (~np.isnan(stacked)).sum(axis=0)
     return np.divide(np.nansum(stacked, axis=0), counts, out=np.full(len(counts), np.nan), where=counts > 0)
+
+
+def _of_both_orders(pairs: PairArrays, name: str) -> Question:
+    """Return what standing first is worth to a judge, whose verdict is the mean of both orders."""
+    first, second = pairs.positions.T
+    test = _test(Mean(first - second, scale="difference"), pairs.prompts, MARGIN)
+    few = test.estimate.prompts < PROMPTS
+    reason = f"{test.estimate.prompts} prompts are too few to tell." if few else ""
+    left = Mean(second, scale="share").estimate(pairs.prompts)
+    return Finding(name, "order", test.claim, test.estimate, left, MARGIN, test.p, NAN, reason, 1), test
 
 
 class _Test(NamedTuple):
@@ -173,17 +165,24 @@ class _Test(NamedTuple):
     estimate: Estimate
 
 
-def _test(figure: Figure, prompts: np.ndarray, margin: float) -> _Test:
-    """Test whether a mean difference is beyond ±margin, or within; `p` is that of the nearer claim."""
+def _test(figure: Figure, prompts: np.ndarray, margin: float, *, gain_counts: bool = True) -> _Test:
+    """Test whether a mean difference is beyond ±margin, or within; `p` is that of the nearer claim.
+
+    Where a gain does not count, anything below the margin is within: who punishes a decoration does no wrong.
+    """
     influence = figure.influence()
     of, count = spread(influence, prompts)
     change = with_ends(influence, of, count, "difference")
     if not of.freedom:
         return _Test("not reliant", 1.0, influence.value, NAN, 0, change)
     centre, error = with_both_signs(influence.value, of)
-    beyond = abs(centre) - margin
+    beyond = (abs(centre) if gain_counts else centre) - margin
     p = float(stdtr(of.freedom, -abs(beyond) / error))
     return _Test("reliant" if beyond > 0 else "not reliant", p, centre, error, of.freedom, change)
+
+
+def _has_one_question(pairs: PairArrays) -> bool:
+    return "prompt_text" in pairs.frame and pairs.frame["prompt_text"].nunique() == 1
 
 
 def _has_texts(pairs: PairArrays) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isnan
 
 from vlmrm.evaluation.report.checkpoints import number, percent, points
-from vlmrm.measures.audit import CHANCE, MARGIN, OBSERVED, Finding, deciding
+from vlmrm.measures.audit import CHANCE, MARGIN, Finding, deciding
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS, REMOVING
 
@@ -16,7 +16,6 @@ USES = {
     "frames": "needs the order of frames",
     "prompt": "needs the prompt",
 }
-OF_CONTRAST = {"length": "is the longer one", "position": "comes first"}
 
 
 def headline(findings: Sequence[Finding]) -> str:
@@ -35,8 +34,6 @@ def headline(findings: Sequence[Finding]) -> str:
 
 def changed(finding: Finding) -> str:
     """Return what was changed, as the first cell of its row."""
-    if finding.family == OBSERVED:
-        return f"chosen answer {OF_CONTRAST[finding.name]}"
     return INTERVENTIONS[finding.name].view + _of_several(finding)
 
 
@@ -82,9 +79,6 @@ def _numbers(finding: Finding) -> str:
     forward = loss.value >= 0
     low, high = (loss.low, loss.high) if forward else (-loss.high, -loss.low)
     size, ends = points(abs(loss.value)), f"({points(low)} to {points(high)})"
-    if finding.family == OBSERVED:
-        often = "more" if forward else "less"
-        return f"where the chosen answer {OF_CONTRAST[finding.name]} it is right {size} points {often} often {ends}"
     if finding.family == "order":
         return f"standing {'first' if forward else 'last'} is worth {size} points of accuracy {ends}"
     verb = "loses" if forward else "gains"
