@@ -4,7 +4,7 @@ A plugin is a Python file, or a module, that adds to the declared tables when it
 
     from vlmrm.measures.metrics import Metric, register, share_of
 
-    register(Metric("sure", "margins above 1", lambda pairs: share_of(pairs.right * (pairs.margins > 1))))
+    register(Metric("sure", "margins above 1", lambda pairs: share_of(pairs.credits * (pairs.margins > 1))))
 
 `--plugin FILE` beside any verb names one, or the key `plugin` of a configuration; an installed package names its own
 under the entry point `vlmrm.plugins`.

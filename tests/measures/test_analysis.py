@@ -29,10 +29,10 @@ def test_figures_are_those_of_the_plain_functions():
 
     assert [found[name] for name in ("sample_count", "comparison_count", "prompt_count")] == [5, 6, 6]
     for name, value in {
-        "preference_accuracy": 3 / 5,
-        "accuracy_half_ties": 3.5 / 5,
-        "weighted_accuracy": 6 / 9,
-        "agreement_accuracy": 1.8 / 3.0,
+        "preference_accuracy": 3.5 / 5,
+        "accuracy_ties_wrong": 3 / 5,
+        "weighted_accuracy": 6.5 / 9,
+        "agreement_accuracy": 2.1 / 3.0,
         "groupwise_accuracy": 3 / 5,
         "average_margin": decided.mean(),
         "tied_margin": 1.0,

@@ -20,7 +20,7 @@ from scipy.special import stdtrit
 
 from vlmrm.errors import DataError
 from vlmrm.measures.intervals import LEVEL, Estimate, numbered
-from vlmrm.measures.pairs import check_pairs, margins_of, pair_index
+from vlmrm.measures.pairs import check_pairs, credits_of, margins_of, pair_index
 
 DRAWS, SEED = 1000, 0
 CELLS = 1 << 18  # draws x prompts x checkpoints held at a time
@@ -29,7 +29,7 @@ TINY = 1e-9  # of a statistic's rounding
 
 
 class PairedTest(NamedTuple):
-    """A test of two checkpoints on the same pairs; equal scores are wrong.
+    """A test of two checkpoints on the same pairs; equal scores are half right.
 
     `difference` is the accuracy of `first` minus that of `second`. Its interval holds together with those of all
     tests made with it, and `p_value` is adjusted for them: it is below 0.05 where the interval is without zero.
@@ -143,7 +143,7 @@ def difference_of(sums: np.ndarray, sizes: np.ndarray, quantile: float, added: f
 
 
 def right_of_shared_pairs(frames: Mapping[str, pd.DataFrame]) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether each of M checkpoints has each shared pair right, [N, M] of 0 and 1, and the prompts [N]."""
+    """Return how right each of M checkpoints is on each shared pair, [N, M] of 0, 0.5 and 1, and the prompts [N]."""
     tables = []
     for name, frame in frames.items():
         check_pairs(frame)
@@ -152,5 +152,5 @@ def right_of_shared_pairs(frames: Mapping[str, pd.DataFrame]) -> tuple[np.ndarra
     shared = reduce(lambda index, table: index.intersection(table.index, sort=False), tables[1:], tables[0].index)
     if not len(shared):
         raise DataError(f"{' and '.join(frames)} have no scored pairs in common: compare results of the same data")
-    right = np.stack([table.loc[shared].to_numpy() > 0 for table in tables], axis=1).astype(np.float64)
+    right = np.stack([credits_of(table.loc[shared].to_numpy()) for table in tables], axis=1)
     return right, numbered(shared.get_level_values("prompt_id").to_numpy())

@@ -306,13 +306,8 @@ class PairArrays:
         return self.margins[~np.isnan(self.margins)]
 
     @cached_property
-    def right(self) -> np.ndarray:
-        """Return 1 for a margin above zero, else 0, NaN where people tied: [N]."""
-        return np.where(np.isnan(self.margins), np.nan, self.margins > 0)
-
-    @cached_property
     def credits(self) -> np.ndarray:
-        """Return `right`, with a half for equal scores: [N]."""
+        """Return 1 for a margin above zero, half for equal scores, else 0; NaN where people tied: [N]."""
         return credits_of(self.margins)
 
     @cached_property

@@ -374,7 +374,7 @@ class Explorer {
       const margins = this.pairs.margins(model);
       let [right, decided] = [0, 0];
       for (const row of rows) {
-        right += verdicts[row] === RIGHT;
+        right += verdicts[row] === RIGHT ? 1 : verdicts[row] === EQUAL ? 0.5 : 0;
         decided += verdicts[row] !== TIED && !Number.isNaN(margins[row]);
       }
       return percent(right / decided);

@@ -150,7 +150,7 @@ def _altered_accuracies(checkpoints: Sequence[Checkpoint]) -> list[Table]:
     if len(compared) < 2 or not rows:
         return []
     few = f" of the {COMPARED} best checkpoints" if len(checkpoints) > COMPARED else ""
-    caption = f"Accuracy{few} by what the model saw, equal scores at half"
+    caption = f"Accuracy{few} by what the model saw"
     return [Table(caption, ["what the model saw", *[checkpoint.label for checkpoint in compared]], rows)]
 
 
@@ -191,11 +191,11 @@ def of_audit(best: Checkpoint, limits: Mapping[str, str]) -> Section:
     scored = {name: best.altered(name) for name in INTERVENTIONS if best.altered(name).n}
     drawings = []
     if scored:
-        plain = best.share("accuracy_half_ties")
+        plain = best.accuracy
         named = {"as it is": plain, **{INTERVENTIONS[name].view: share for name, share in scored.items()}}
         alt = "Accuracy " + ", ".join(f"{name} {percent(share.value)}" for name, share in named.items()) + "."
         ends = "with 95% intervals; dashed: as it is, solid: chance."
-        caption = f"Accuracy with one thing changed, equal scores at half, {ends}"
+        caption = f"Accuracy with one thing changed, {ends}"
         drawings = [Drawing("reliance", plots.intervals(named, plain.value), alt, caption)]
     head = ["what was changed", "finding", "points lost", "95% interval", "counts from", "would have seen"]
     rows = [
