@@ -209,7 +209,7 @@ def scored(count: int, folder: Path) -> pd.DataFrame:
         "step": 100.0,
         "comparison_id": [f"row-{i}" for i in range(count)],
         "pair": 0,
-        "prompt_id": [f"prompt-{i}" for i in prompts],
+        "cluster": [f"prompt-{i}" for i in prompts],
         "category": [f"category {i % 30}" for i in prompts],
         "tie": rng.random(count) < 0.02,
         "weight": 1.0,

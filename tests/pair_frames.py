@@ -17,7 +17,7 @@ def pair_frame(margins, **columns: Any) -> pd.DataFrame:
         "checkpoint": "checkpoint-1",
         "comparison_id": names,
         "pair": 0,
-        "prompt_id": [f"prompt-{name}" for name in names],
+        "cluster": [f"prompt-{name}" for name in names],
         "chosen_branch": 0,
         "rejected_branch": 1,
         "chosen_rating": 1.0,
@@ -36,7 +36,7 @@ def list_frame(scores: list[list[float]], ratings: list[list[float]]) -> pd.Data
     for number, (s, r) in enumerate(zip(scores, ratings, strict=True)):
         pairs = [(i, j) if r[i] >= r[j] else (j, i) for i in range(len(s)) for j in range(i + 1, len(s))]
         for pair, (i, j) in enumerate(pairs):
-            row = {"comparison_id": f"list{number}", "prompt_id": f"prompt{number}", "pair": pair, "tie": r[i] == r[j]}
+            row = {"comparison_id": f"list{number}", "cluster": f"prompt{number}", "pair": pair, "tie": r[i] == r[j]}
             row |= {"chosen_branch": i, "chosen_rating": r[i], "chosen_score": s[i]}
             row |= {"rejected_branch": j, "rejected_rating": r[j], "rejected_score": s[j]}
             rows.append({**row, "weight": 1.0})

@@ -50,7 +50,7 @@ def scored(
                 f"list-{p}" if r else f"row-{i}" for i, (p, r) in enumerate(zip(prompts, ranked, strict=True))
             ],
             "pair": np.where(ranked, number, 0),
-            "prompt_id": [f"prompt-{p}" for p in prompts],
+            "cluster": [f"prompt-{p}" for p in prompts],
             "category": [CATEGORIES[p % 5] for p in prompts],
             "by/language": [("en", "de")[p % 2] for p in prompts],
             "chosen_branch": [branch[n][0] if r else 0 for n, r in zip(number, ranked, strict=True)],

@@ -25,7 +25,7 @@ def frame_of(items):
             rows.append(
                 {
                     "comparison_id": item["id"],
-                    "prompt_id": item["id"],
+                    "cluster": item["id"],
                     "category": item["category"],
                     "tie": ratings[first] == ratings[second],
                     "chosen_branch": better,

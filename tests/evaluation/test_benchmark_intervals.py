@@ -15,7 +15,7 @@ def scored(right, prompts, categories="all"):
     right = np.asarray(right, dtype=float)
     ids = [f"c{i}" for i in range(len(right))]
     return pd.DataFrame(
-        {"comparison_id": ids, "prompt_id": prompts, "category": categories, "tie": False, "chosen_branch": 0}
+        {"comparison_id": ids, "cluster": prompts, "category": categories, "tie": False, "chosen_branch": 0}
     ).assign(chosen_score=right, rejected_score=0.5)
 
 
@@ -28,15 +28,15 @@ def test_the_standard_error_of_a_mean_over_prompts_is_the_textbook_s():
     figure = benchmark("hpdv3").estimate(scored(right, np.arange(40)))["accuracy"]
     assert figure.standard_error == pytest.approx(np.std(right, ddof=1) / math.sqrt(40))
     assert 0 < figure.low < figure.value < figure.high < 1
-    assert (figure.n, figure.prompts) == (40, 40)
+    assert (figure.n, figure.clusters) == (40, 40)
 
 
-def test_pairs_of_a_prompt_count_once():
+def test_pairs_of_a_cluster_count_once():
     right = np.random.default_rng(1).random(30) < 0.6
     once = benchmark("hpdv3").estimate(scored(right, np.arange(30)))["accuracy"]
     often = benchmark("hpdv3").estimate(scored(np.repeat(right, 9), np.repeat(np.arange(30), 9)))["accuracy"]
     assert often[:4] == pytest.approx(once[:4])
-    assert (often.n, often.prompts) == (270, 30)
+    assert (often.n, often.clusters) == (270, 30)
 
 
 def test_a_question_is_a_unit_of_mm_rlhf_whatever_its_prompts():
@@ -44,8 +44,8 @@ def test_a_question_is_a_unit_of_mm_rlhf_whatever_its_prompts():
     frame = scored(rng.random(92) < 0.9, np.arange(92), ["mcq", "video"] * 46)
     frame["by/question_id"] = np.repeat(np.arange(46), 2)
     figure = benchmark("mm-rlhf-rewardbench").estimate(frame)
-    assert (figure["acc_plus"].n, figure["acc_plus"].prompts) == (92, 46)
-    assert (figure["mcq/acc"].n, figure["mcq/acc"].prompts) == (46, 46)
+    assert (figure["acc_plus"].n, figure["acc_plus"].clusters) == (92, 46)
+    assert (figure["mcq/acc"].n, figure["mcq/acc"].clusters) == (46, 46)
     assert figure["acc_plus"].high - figure["acc_plus"].low > 0.15
 
 
@@ -63,7 +63,7 @@ def test_a_figure_counts_the_rows_that_it_is_named_after():
 
 def test_no_interval_is_made_up():
     alone = benchmark("hpdv3").estimate(scored([1, 0], ["p", "p"]))["accuracy"]
-    assert math.isnan(alone.low) and math.isnan(alone.standard_error) and alone.prompts == 1
+    assert math.isnan(alone.low) and math.isnan(alone.standard_error) and alone.clusters == 1
     perfect = benchmark("hpdv3").estimate(scored([1] * 20, np.arange(20)))["accuracy"]
     assert perfect.high == 1 and 0.75 < perfect.low < 0.9, "all of 20 right is not certainty"
     thin = benchmark("vl-rewardbench").estimate(

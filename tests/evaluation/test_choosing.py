@@ -75,7 +75,7 @@ def test_an_unknown_standard_error_chooses_nothing():
     rows = [row(1, preference_accuracy=(0.5, math.nan))]
     criterion = Criterion(one_standard_error=True)
     assert criterion.ranked(rows) == []
-    with pytest.raises(ConfigError, match="fewer than two prompts"):
+    with pytest.raises(ConfigError, match="fewer than two clusters"):
         criterion.require(rows)
 
 

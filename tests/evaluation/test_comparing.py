@@ -20,7 +20,7 @@ PROMPTS = [f"p{i // 3}" for i in range(300)]
 
 
 def checkpoint(noise: float):
-    return pair_frame(MERIT + RNG.normal(0, noise, 300), prompt_id=PROMPTS)
+    return pair_frame(MERIT + RNG.normal(0, noise, 300), cluster=PROMPTS)
 
 
 def test_chance_is_that_of_every_exchange_within_prompts():
@@ -87,7 +87,7 @@ def test_pairs_are_matched_by_what_they_are_not_by_their_place():
 
 
 def test_repeated_comparisons_count_as_often_as_they_come():
-    frame = pair_frame([1.0, -1.0, -1.0], comparison_id=["x", "y", "y"], prompt_id=["p", "q", "q"])
+    frame = pair_frame([1.0, -1.0, -1.0], comparison_id=["x", "y", "y"], cluster=["p", "q", "q"])
     [test] = compare({"a": frame, "b": frame.assign(chosen_score=1.0)})
     assert (test.pairs, test.only_first, test.only_second) == (3, 0, 2)
 
@@ -99,14 +99,14 @@ def test_ties_of_people_are_left_out():
 
 
 def test_one_prompt_gives_a_difference_without_an_interval():
-    frame = pair_frame([1.0, -1.0], prompt_id="p")
+    frame = pair_frame([1.0, -1.0], cluster="p")
     [test] = compare({"a": frame, "b": frame.assign(chosen_score=1.0)})
     assert test.difference.value == -0.5 and math.isnan(test.difference.low)
 
 
 @pytest.mark.parametrize("prompts", [2, 3, 4, 5, 6, 7])
 def test_few_prompts_that_all_differ_have_an_interval_that_agrees_with_p(prompts: int):
-    frame = pair_frame([1.0] * prompts, prompt_id=[f"p{i}" for i in range(prompts)])
+    frame = pair_frame([1.0] * prompts, cluster=[f"p{i}" for i in range(prompts)])
     [test] = compare({"a": frame, "b": frame.assign(chosen_score=-1.0)})
     assert test.difference.high == 1 and (test.difference.low > 0) == (test.p_value < 0.05) == (prompts > 5)
     assert math.isnan(test.detectable) == (prompts <= 5), "no difference is above 1"

@@ -107,7 +107,7 @@ def test_the_table_has_a_row_for_each_pair_with_its_scores(loaded, rows):
     texts = frame[frame["comparison_id"].str.startswith("text")]
     assert texts["blank_image_chosen"].isna().all() and texts["response_only_chosen"].notna().all()
     lists = frame[frame["comparison_id"] == "list-1"]
-    assert sorted(lists["pair"]) == [0, 1, 2] and lists["prompt_id"].nunique() == 1
+    assert sorted(lists["pair"]) == [0, 1, 2] and lists["cluster"].nunique() == 1
     assert math.isnan(first["margin_label"])
-    with pytest.raises(ConfigError, match="group_by names nothing"):
+    with pytest.raises(ConfigError, match="group_by or cluster_by names nothing"):
         scored_frame(result, group_by=["nothing"])

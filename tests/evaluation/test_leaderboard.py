@@ -31,7 +31,7 @@ def frame_of(model: str, data: int, count: int = 200, **columns) -> pd.DataFrame
     names = [f"{data}-{i}" for i in range(count)]
     texts = {"prompt_text": names, "chosen_text": "yes", "rejected_text": [f"no {i}" for i in range(count)]}
     made = pair_frame(margins_of(model, data, count), model=f"runs/{model}", comparison_id=names, **texts)
-    return made.assign(prompt_id=[f"{data}/{i // 2}" for i in range(count)]).assign(**columns)
+    return made.assign(cluster=[f"{data}/{i // 2}" for i in range(count)]).assign(**columns)
 
 
 def write_results(path: Path, frames, *, data="1", benchmark=None, date="2026-11-21T03:00:00Z", **changed) -> Path:
@@ -41,7 +41,7 @@ def write_results(path: Path, frames, *, data="1", benchmark=None, date="2026-11
         model, checkpoint = frame["model"].iloc[0], frame["checkpoint"].iloc[0]
         accuracy = float(np.nanmean(credits_of(frame["chosen_score"].to_numpy(float))))
         figure = {"value": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "standard_error": 0.02}
-        figure |= {"n": len(frame), "prompts": 100}
+        figure |= {"n": len(frame), "clusters": 100}
         overall = {"preference_accuracy": figure, "sample_count": len(frame)}
         provenance = PROVENANCE | {"date": date, "data": data, "weights": f"weights of {model}"}
         row = {"model": model, "checkpoint": checkpoint, "path": f"{model}/{checkpoint}", "error": None, "seconds": 1}

@@ -213,7 +213,7 @@ def test_the_curves_of_trainings_that_are_still_there_are_shown(tmp_path, monkey
 def test_category_charts_draw_whole_prompts():
     """As the results do: two prompts in five are wrong throughout, and their thirty pairs are no thirty witnesses."""
     rng = np.random.default_rng(0)
-    frame = scored(600).assign(tie=False, prompt_id=[f"prompt-{i // 30}" for i in range(600)])
+    frame = scored(600).assign(tie=False, cluster=[f"prompt-{i // 30}" for i in range(600)])
     frame["category"] = [("chart", "scene")[i // 30 % 2] for i in range(600)]
     wrong = np.isin(np.arange(600) // 30, (0, 2, 4, 6, 1, 3))
     frame["chosen_score"] = np.where(wrong, -1.0, 1.0) + rng.normal(0, 0.1, 600)
@@ -244,7 +244,7 @@ def test_what_was_trained_on_is_counted_and_its_accuracy_set_apart(tmp_path):
 
 def test_figures_of_a_public_benchmark_stand_above_those_of_others(tmp_path):
     measured = Estimate(0.5125, 0.4462, 0.5784, 0.033, 240, 60)
-    ours = {"accuracy": measured._asdict(), "threshold": Estimate(0.1, *[math.nan] * 3, n=0, prompts=0)._asdict()}
+    ours = {"accuracy": measured._asdict(), "threshold": Estimate(0.1, *[math.nan] * 3, n=0, clusters=0)._asdict()}
     fields = {"settings": {"benchmark": "hpdv3"}}
     table = results_beside(tmp_path, "mine", [scored(30)], best=0, benchmark=ours, **fields)
     page = page_of(build_report([table], tmp_path))
@@ -335,7 +335,7 @@ def test_results_are_found_by_any_of_their_files(tmp_path):
     [
         ([], ConfigError, "output_file"),
         ([scored(60), scored(60)], ConfigError, "outputs/mine/checkpoint-100 is in two"),
-        ([scored(60).drop(columns="prompt_id")], DataError, "no column prompt_id"),
+        ([scored(60).drop(columns="cluster")], DataError, "no column cluster"),
         ([pd.DataFrame(columns=scored(9).columns)], DataError, "no scored pair"),
     ],
 )

@@ -139,7 +139,7 @@ def test_the_number_of_frames_is_a_ruler(tmp_path):
         answers = tuple((side,) for side in sides)
         rows.append(Comparison(str(number), prompt, answers, (Judgement((0, 1), (1.0, 0.0)),), None, columns))
     found = by_name(rows)["more_images"]
-    assert found.accuracy.value == 1.0 and found.accuracy.prompts == 20 and found.verdict == "above chance"
+    assert found.accuracy.value == 1.0 and found.accuracy.clusters == 20 and found.verdict == "above chance"
 
 
 def test_a_benchmark_is_scored_by_its_own_rule_too():

@@ -329,7 +329,7 @@ def test_a_judge_of_pairs_is_asked_in_both_orders_and_its_bias_is_found(here, da
     assert row["position_consistency"] == 0.5 and row["first_shown_credit"] == 0.75
     assert row["score_ties"] == 3 and "the same in both orders 0.500" in capfd.readouterr().err
     estimate = row["statistics"]["overall"]["position_consistency"]
-    assert estimate["prompts"] == 6 and estimate["low"] <= 0.5 <= estimate["high"]
+    assert estimate["clusters"] == 6 and estimate["low"] <= 0.5 <= estimate["high"]
     page = build_report(["results.csv"], here / "report").read_text()
     assert "org/model-7b" in page
 

@@ -313,7 +313,7 @@ def test_a_public_benchmark_is_scored_by_its_rule_beside_what_others_published(r
     [row] = result.rows
     overall = row["benchmark"]["overall"]
     assert overall["low"] <= overall["value"] == row["preference_accuracy"] <= overall["high"]
-    assert (overall["n"], overall["prompts"]) == (4, 4)
+    assert (overall["n"], overall["clusters"]) == (4, 4)
     assert float(read_csv()[0]["benchmark/overall"]) == row["preference_accuracy"]
     printed = capsys.readouterr().err
     assert "checkpoint-9" in printed and "GPT-4o" in printed

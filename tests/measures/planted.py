@@ -70,7 +70,7 @@ class Planted:
             "compressed_image": margin,
         }
         columns: dict[str, object] = {
-            "prompt_id": prompts,
+            "cluster": prompts,
             "chosen_length": 200 + 50 * longer,
             "rejected_length": 200,
         }

@@ -27,7 +27,7 @@ FRAME = pair_frame(
 def test_figures_are_those_of_the_plain_functions():
     found, decided = figures(FRAME), MARGINS[:5]
 
-    assert [found[name] for name in ("sample_count", "comparison_count", "prompt_count")] == [5, 6, 6]
+    assert [found[name] for name in ("sample_count", "comparison_count", "cluster_count")] == [5, 6, 6]
     for name, value in {
         "preference_accuracy": 3.5 / 5,
         "accuracy_ties_wrong": 3 / 5,

@@ -15,7 +15,7 @@ from vlmrm.data.media import open_image, open_video
 from vlmrm.errors import ConfigError
 from vlmrm.measures import changes
 from vlmrm.measures.changes import AGREEMENT
-from vlmrm.measures.donors import is_sampled, prompt_id
+from vlmrm.measures.donors import cluster_of, is_sampled
 from vlmrm.measures.interventions import INTERVENTIONS, alterations, named
 from vlmrm.measures.pairs import PairArrays, ScoredComparisons, scored_frame
 
@@ -191,5 +191,5 @@ def test_a_sample_has_whole_prompts_and_about_its_size_and_grows_with_it():
     assert abs(len(drawn[0.1]) - 200) < 70 and abs(len(drawn[0.3]) - 600) < 110
     by_prompt: dict[str, set[bool]] = {}
     for row in rows:
-        by_prompt.setdefault(prompt_id(row), set()).add(row.id in drawn[0.1])
+        by_prompt.setdefault(cluster_of(row), set()).add(row.id in drawn[0.1])
     assert len(by_prompt) == 1000 and all(len(inside) == 1 for inside in by_prompt.values())

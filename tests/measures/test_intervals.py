@@ -94,7 +94,7 @@ def test_missing_values_do_not_count():
 def test_one_prompt_and_no_rows_give_no_interval():
     names = numbered(["a", "a", "b"])
     mean = Mean(np.array([1.0, 0.0, np.nan])).estimate(names)
-    assert (mean.value, mean.n, mean.prompts) == (0.5, 2, 1)
+    assert (mean.value, mean.n, mean.clusters) == (0.5, 2, 1)
     assert math.isnan(mean.low) and math.isnan(mean.standard_error)
     for figure in (Mean(np.full(3, np.nan)), Correlation(np.ones(3), np.arange(3.0))):
         assert math.isnan(figure.estimate(names).value)

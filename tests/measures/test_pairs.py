@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.conversations import rated
 from tests.pair_frames import list_frame, pair_frame
-from vlmrm.conversation import Comparison, Judgement, Message
+from vlmrm.conversation import Comparison, Image, Judgement, Message, Text
 from vlmrm.errors import DataError
 from vlmrm.measures.pairs import (
     candidates_of,
     check_pairs,
     credits_of,
     margins_of,
+    pair_table,
     scored_pairs,
 )
 
@@ -24,6 +26,16 @@ def test_every_branch_of_a_list_is_taken_once():
         place = found.groups == number
         rows = sorted(zip(found.scores[place], found.ratings[place], strict=True))
         assert rows == sorted(zip(scores[number], ratings[number], strict=True))
+
+
+@pytest.mark.parametrize(("cluster_by", "clusters"), [(None, 2), ("prompt", 3), ("user", 1)])
+def test_questions_about_one_image_are_one_cluster(cluster_by: str | None, clusters: int):
+    """Ten questions about each of a hundred images had intervals that held in 67 %."""
+    asked = [("a.png", "How many?"), ("a.png", "Which colour?"), ("b.png", "How many?")]
+    turns = [Message("user", (Image(path), Text(question))) for path, question in asked]
+    rows = [rated(str(i), [turn], [[], []], [1, 0], columns={"user": "u"}) for i, turn in enumerate(turns)]
+    frame = pair_table(rows, cluster_by=cluster_by).frame
+    assert frame["cluster"].nunique() == clusters
 
 
 def test_several_raters_of_a_pair_are_one_row_of_their_mean():
@@ -45,7 +57,7 @@ def test_margins_of_people_s_ties_are_unknown():
     [
         (pair_frame([1.0, np.nan, 2.0]), "comparison row1"),
         (pair_frame([]), "no scored pairs"),
-        (pair_frame([1.0]).drop(columns="prompt_id"), "no column prompt_id"),
+        (pair_frame([1.0]).drop(columns="cluster"), "no column cluster"),
         (pair_frame([1.0, 2.0], checkpoint=["a", "b"]), "of 2 checkpoints"),
     ],
 )

@@ -60,7 +60,7 @@ def test_pairs_as_they_are_accuse_nobody():
 def test_data_of_one_question_cannot_tell_whether_it_is_needed():
     same = {f"no_question_{side}": value for side, value in (("chosen", 1.0), ("rejected", 0.0))}
     frame = pair_frame(np.ones(300), **same)
-    assert of(audit(frame.assign(prompt_text=frame["prompt_id"])), "no_question").state == "not reliant"
+    assert of(audit(frame.assign(prompt_text=frame["cluster"])), "no_question").state == "not reliant"
     finding = of(audit(frame.assign(prompt_text="Which digit?")), "no_question")
     assert finding.state == "undecided" and "cannot tell" in finding.reason
 
@@ -79,7 +79,7 @@ def test_a_finding_has_its_numbers():
         for name in ("swapped_image", "swapped_image_again")
     ]
     assert finding.loss.value == pytest.approx(np.mean(right - np.mean(kept, axis=0))), "of two donors the mean"
-    assert (finding.loss.n, finding.loss.prompts, finding.margin) == (300, 300, 0.05)
+    assert (finding.loss.n, finding.loss.clusters, finding.margin) == (300, 300, 0.05)
     assert finding.left.value == pytest.approx(np.mean(kept))
     assert finding.p_value < 0.05 and 0.05 < finding.detectable < 0.25
 
@@ -90,17 +90,17 @@ def test_no_pair_that_changes_is_no_proof_among_few():
         return of(audit(pair_frame(np.ones(n), **same)), "swapped_image")
 
     assert blind(30).state == "undecided" and blind(300).state == "not reliant"
-    assert "12 prompts are too few" in blind(12).reason
+    assert "12 clusters are too few" in blind(12).reason
 
 
 def test_prompts_that_an_intervention_never_touched_are_no_witnesses():
     """Of four hundred prompts four have a picture, whose hundred pairs each all rest on it."""
     prompts = [f"prompt-{i}" for i in range(396)] + [f"picture-{i % 4}" for i in range(400)]
     changed = np.where(np.arange(796) < 396, np.nan, RNG.normal(0, 1, 796))
-    frame = pair_frame(np.ones(796), swapped_image_chosen=changed, prompt_id=prompts)
+    frame = pair_frame(np.ones(796), swapped_image_chosen=changed, cluster=prompts)
     frame["swapped_image_rejected"] = np.where(np.isnan(changed), np.nan, 0.0)
     finding = of(audit(frame), "swapped_image")
-    assert finding.state == "undecided" and "4 prompts are too few" in finding.reason
+    assert finding.state == "undecided" and "4 clusters are too few" in finding.reason
 
 
 def test_holm_is_the_loop_over_its_definition():

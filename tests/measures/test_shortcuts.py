@@ -32,7 +32,7 @@ def scored(margins, **interventions):
 def shortcuts(frame) -> dict[str, Estimate]:
     """Every metric that needs a column."""
     pairs = PairArrays(frame)
-    return {m.name: m.compute(pairs).estimate(pairs.prompts) for m in METRICS.values() if m.needs}
+    return {m.name: m.compute(pairs).estimate(pairs.clusters) for m in METRICS.values() if m.needs}
 
 
 def holds(estimate: Estimate, value: float) -> bool:

@@ -11,7 +11,7 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
 from vlmrm.files import make_folder, require_new_file, size_text, write_file
 from vlmrm.logs import counted, duration, quiet_libraries, say
-from vlmrm.measures.audit import PROMPTS
+from vlmrm.measures.audit import CLUSTERS
 from vlmrm.training.memory import Memory
 from vlmrm.training.plan import Timing, TrainingPlan, plan_training, token_figures
 from vlmrm.training.recipe import (
@@ -42,7 +42,7 @@ def init_command(data: DataArguments, model: str | None, output: Path) -> None:
     say(f"wrote {output}, for {machine}: {method}, as {method.why}")
     if facts.bad_share:
         say(f"{facts.bad_share:.1%} of a sample cannot be read ({facts.reason}): such rows are skipped")
-    if facts.held_out and facts.held_out_prompts < PROMPTS:
+    if facts.held_out and facts.held_out_prompts < CLUSTERS:
         say(
             f"eval_fraction {facts.held_out} holds out {counted(facts.held_out_prompts, 'prompt')}, too few to tell a "
             "better checkpoint from a lucky one: add prompts, or give eval_dataset_path"

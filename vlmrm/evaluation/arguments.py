@@ -83,7 +83,7 @@ class EvaluationArguments(ComputeArguments):
     )
     intervention_sample: int = key(
         300,
-        "About so many comparisons, drawn as whole prompts, are scored under each intervention; of a "
+        "About so many comparisons, drawn as whole clusters, are scored under each intervention; of a "
         "smaller data set all.",
     )
     benchmark: list[str] = key(
@@ -102,6 +102,11 @@ class EvaluationArguments(ComputeArguments):
         "image-understanding, image-generation, image-editing, video, robots, text.",
     )
     group_by: list[str] = key([], "Columns of the data whose values get figures of their own.")
+    cluster_by: str | None = key(
+        None,
+        "The column whose values are independent of each other, such as document or user: the unit of intervals, "
+        "tests and samples. By default all questions about one image are one; `prompt` takes each by itself.",
+    )
     train_data: list[str] = key(
         [],
         "What the models were trained on, in any of the formats of `dataset_path`: the results then say "

@@ -20,7 +20,7 @@ from vlmrm.measures.pairs import PairArrays
 CATEGORY, BENCHMARK = "accuracy/", "benchmark/"
 MEAN = "mean "  # begins the name of a figure that is the mean of several sets
 DRAWS, SEED = 400, 0
-CELLS = 1 << 22  # draws x prompts held at a time
+CELLS = 1 << 22  # draws x clusters held at a time
 
 
 def step_of(checkpoint: str) -> int | None:
@@ -41,7 +41,7 @@ class Criterion:
 
     With `one_standard_error` the one with the fewest steps is chosen of those of the same training within one standard
     error of the best (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3). Of a suite the mean
-    over `sets` is compared. They have no prompts in common, so that its error is that of independent figures.
+    over `sets` is compared. They have no clusters in common, so that its error is that of independent figures.
     """
 
     metric: str = "preference_accuracy"  # a figure of `measures.analysis`, `accuracy/CATEGORY` or `benchmark/NAME`
@@ -120,7 +120,7 @@ class Criterion:
     def without_luck(self, parts: Sequence[pd.DataFrame], of: str | None = None) -> Estimate | None:
         """Return a figure of the checkpoint that this criterion chooses, without the luck of the choice.
 
-        None where it is no sum over prompts, such as a benchmark's, or fewer than two prompts are common to all.
+        None where it is no sum over clusters, such as a benchmark's, or fewer than two clusters are common to all.
         `parts` are the scored pairs of each checkpoint, `of` is the metric to report, by default the one that chooses.
         """
         by, reported = (
@@ -129,8 +129,8 @@ class Criterion:
         )
         if not parts or not len(by) == len(reported) == len(parts):
             return None
-        estimates = [figure.estimate(PairArrays(part).prompts) for figure, part in by]
-        errors = [np.nan_to_num(estimate.standard_error) for estimate in estimates]  # of one prompt there is none
+        estimates = [figure.estimate(PairArrays(part).clusters) for figure, part in by]
+        errors = [np.nan_to_num(estimate.standard_error) for estimate in estimates]  # of one cluster there is none
         names = [(str(part["model"].iloc[0]), str(part["checkpoint"].iloc[0])) for part in parts]
         sign = -1 if self.higher_is_better else 1
 
@@ -139,9 +139,9 @@ class Criterion:
 
         figure, part = reported[pick(np.array([estimate.value for estimate in estimates]))]
         if len(parts) == 1:
-            return figure.estimate(PairArrays(part).prompts)
-        measured, choosing = ([contributions(f, p["prompt_id"]) for f, p in each] for each in (reported, by))
-        return without_luck((figure, part["prompt_id"].to_numpy()), measured, pick, choosing)
+            return figure.estimate(PairArrays(part).clusters)
+        measured, choosing = ([contributions(f, p["cluster"]) for f, p in each] for each in (reported, by))
+        return without_luck((figure, part["cluster"].to_numpy()), measured, pick, choosing)
 
     def require(self, rows: Sequence[Row]) -> None:
         """Check that one of the rows can be chosen, unless none has figures."""
@@ -155,8 +155,8 @@ class Criterion:
                 where = f"on {name} {error}; metric_for_best SET:FIGURE chooses by one set" if name else str(error)
                 raise ConfigError(where) from None
         raise ConfigError(
-            f"one_standard_error needs the standard error of {self.metric}, which fewer than two prompts do not give: "
-            "evaluate on more."
+            f"one_standard_error needs the standard error of {self.metric}, which fewer than two clusters do not "
+            "give: evaluate on more."
         )
 
     def _by_set(self, row: Any) -> dict[str | None, Row]:
@@ -182,7 +182,7 @@ class Criterion:
 
 
 def _figure(part: pd.DataFrame, name: str) -> tuple[Figure, pd.DataFrame] | None:
-    """Return a figure of scored pairs, and the pairs that it is of; None where it has no value for each prompt."""
+    """Return a figure of scored pairs, and the pairs that it is of; None where it has no value for each cluster."""
     if name.startswith(CATEGORY):
         part, name = part[part["category"] == name.removeprefix(CATEGORY)], "preference_accuracy"
     computed = METRICS[name].compute(PairArrays(part)) if name in METRICS and len(part) else None
@@ -191,15 +191,15 @@ def _figure(part: pd.DataFrame, name: str) -> tuple[Figure, pd.DataFrame] | None
 
 # The figure of the best of several checkpoints without the luck of being chosen: the best of many equal checkpoints is
 # the one that chance helped most, and its figure on the pairs that chose it is too high. Prompts are drawn with
-# replacement; in each draw the choice is made anew, and the chosen one is measured on the prompts that were not drawn
+# replacement; in each draw the choice is made anew, and the chosen one is measured on the clusters that were not drawn
 # (Tsamardinos, Greasidou and Borboudakis, Bootstrapping the out-of-sample predictions, 2018). Since a draw holds fewer
-# prompts, the mean over draws is a little below the truth where checkpoints do differ.
+# clusters, the mean over draws is a little below the truth where checkpoints do differ.
 
 
-def contributions(figure: Figure, prompt_ids: Sequence | np.ndarray) -> pd.Series:
-    """Return what each prompt adds: values whose mean is the figure, to first order those of leaving one out."""
+def contributions(figure: Figure, clusters: Sequence | np.ndarray) -> pd.Series:
+    """Return what each cluster adds: values whose mean is the figure, to first order those of leaving one out."""
     influence = figure.influence()
-    codes, names = pd.factorize(np.asarray(prompt_ids, dtype=object))
+    codes, names = pd.factorize(np.asarray(clusters, dtype=object))
     by_prompt = np.bincount(codes, influence.rows, len(names))
     counted = np.bincount(codes, influence.shares, len(names)) > 0
     return pd.Series(influence.value + counted.sum() * by_prompt[counted], index=names[counted])
@@ -213,12 +213,12 @@ def without_luck(
 ) -> Estimate | None:
     """Return the figure of the chosen one of M checkpoints without the luck of the choice.
 
-    `chosen` is its figure and its rows' prompts. `measured` are the `contributions` of each checkpoint to the figure
+    `chosen` is its figure and its rows' clusters. `measured` are the `contributions` of each checkpoint to the figure
     that is reported; `choose` returns the number of one for values [M] of that, or of the figure with those in `by`.
     """
-    figure, prompt_ids = chosen
+    figure, clusters = chosen
     influence = figure.influence()
-    of, count = spread(influence, numbered(prompt_ids))
+    of, count = spread(influence, numbered(clusters))
     reported, deciding = (pd.concat(list(columns), axis=1, join="inner") for columns in (measured, by or measured))
     shared = reported.index.intersection(deciding.index)
     if len(shared) < 2:

@@ -67,6 +67,7 @@ class _Share:
     rank: int
     ranks: int
     sample: int | None
+    cluster_by: str | None = None
 
     def __post_init__(self):
         starts = range(self.rank * self.block, len(self.dataset), self.ranks * self.block)
@@ -86,7 +87,8 @@ class _Share:
         if self.sample is not None:
             share = self.sample / len(self.dataset)
             for row in rows:
-                row["sampled"] = isinstance(row["comparison"], Comparison) and is_sampled(row["comparison"], share)
+                comparison = row["comparison"]
+                row["sampled"] = isinstance(comparison, Comparison) and is_sampled(comparison, share, self.cluster_by)
             first = min(indices) // BLOCKS[-1] * BLOCKS[-1]  # rows before it are in earlier blocks
             self._traits = {index: traits for index, traits in self._traits.items() if index >= first}
             if any(row["sampled"] for row in rows):
@@ -149,11 +151,13 @@ def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tu
         ranks=processes.num_processes,
         description=entry.checkpoint,
         sample=args.intervention_sample,
+        cluster_by=args.cluster_by,
     )
     if not result.comparisons:
         raise DataError(f"none of the {len(data.dataset)} rows could be scored: the first was {result.dropped[0]}.")
     if result.comparisons not in data.tables:
-        data.tables[result.comparisons] = pair_table(result.comparisons, data.definition.group_by)
+        data.tables[result.comparisons] = pair_table(result.comparisons, data.definition.group_by, args.cluster_by)
+        say_clusters(data.tables[result.comparisons].frame)
     table = data.tables[result.comparisons]
     frame = scored_frame(result, model=entry.model, checkpoint=entry.checkpoint, step=entry.step, table=table)
     add_verdicts(frame, result)
@@ -196,13 +200,14 @@ def evaluate(
     ranks: int = 1,
     description: str = "scoring",
     sample: int | None = None,
+    cluster_by: str | None = None,
 ) -> ScoredComparisons:
     """Score every row of `load_comparisons` once, and about `sample` rows, by default all, under each intervention.
 
     Of several ranks each takes a share, and all get the whole result in the data set's order, or the first error.
     """
     drawn = (sample or len(dataset)) if scorer.interventions else None
-    share = _Share(dataset, batch_size, rank, ranks, drawn)
+    share = _Share(dataset, batch_size, rank, ranks, drawn, cluster_by)
     rows = scorer.rows(share, batch_size=batch_size, num_workers=num_workers)
     scored: list[ScoredRow] = []
     failed: Exception | None = None
@@ -241,6 +246,13 @@ def limits_met(result: ScoredComparisons, interventions: Iterable[str]) -> dict[
         name: of_rows[0] if not scored[name] else f"{len(of_rows)} of {len(of_rows) + scored[name]} rows: {of_rows[0]}"
         for name, of_rows in reasons.items()
     }
+
+
+def say_clusters(frame: pd.DataFrame) -> None:
+    """Log how many questions share an image or a value of `cluster_by`, where any do."""
+    clusters, questions = frame["cluster"].nunique(), len(frame[["cluster", "prompt_text"]].drop_duplicates())
+    if clusters < questions:
+        logger.info("%d questions are %d clusters, the units of intervals (cluster_by)", questions, clusters)
 
 
 def add_verdicts(frame: pd.DataFrame, result: ScoredComparisons) -> None:

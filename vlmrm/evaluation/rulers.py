@@ -124,7 +124,7 @@ def read_rulers(comparisons: Iterable[Comparison | RowError], public: Benchmark 
         for key in () if public is None else public.by:
             frame[f"by/{key}"] = [row.columns.get(key) for row in data.rows for _ in row.agreed()]
         pairs = PairArrays(frame)
-        accuracy = share_of(pairs.credits).estimate(pairs.prompts)
+        accuracy = share_of(pairs.credits).estimate(pairs.clusters)
         readings.append(RulerResult(name, ruler.reads, accuracy, {} if public is None else public.estimate(frame)))
     return readings
 
@@ -206,7 +206,7 @@ def _of_images(answer: Messages) -> list[float]:
 def _learned(data: Answered, tokens: Sequence[list[str]], measures: Sequence[list[float]]) -> Scores:
     """Score each prompt's answers by a Bradley-Terry model of tokens and measures, fitted on other prompts."""
     frame = scored_pairs(data.rows, [[0.0] * len(row.answers) for row in data.rows])
-    pair_prompts = numbered(frame["prompt_id"].to_numpy())
+    pair_prompts = numbered(frame["cluster"].to_numpy())
     prompts = pair_prompts[np.cumsum([0, *(len(row.agreed()) for row in data.rows[:-1])])]  # of each row
     count = prompts.max() + 1
     if count < 2 * FOLDS:

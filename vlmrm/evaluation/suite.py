@@ -30,6 +30,7 @@ from vlmrm.evaluation.leakage import Leakage
 from vlmrm.evaluation.public import Benchmark, benchmark, load_benchmark
 from vlmrm.evaluation.results import Results
 from vlmrm.evaluation.schema import Best, Row
+from vlmrm.measures.donors import WHOLE
 from vlmrm.measures.pairs import PairTable, check_columns
 from vlmrm.settings import Strict, did_you_mean, load_file, validate
 
@@ -74,6 +75,7 @@ class EvaluationSet:
     data_args: DataArguments
     group_by: tuple[str, ...]
     csv: Path
+    cluster_by: str | None = None
 
     def __post_init__(self):
         by = () if self.benchmark is None else self.benchmark.by
@@ -95,14 +97,15 @@ class EvaluationSet:
                 limit=data_args.max_eval_samples,
             )
         rows = cast(Dataset, dataset)
-        if self.group_by:
-            check_columns(iterate_readable(rows), self.group_by)
+        columns = [*self.group_by, *([self.cluster_by] if self.cluster_by not in (None, WHOLE) else [])]
+        if columns:
+            check_columns(iterate_readable(rows), columns)
         return rows
 
     def results(self, args: EvaluationArguments) -> Results:
         """Return the results so far, of the settings, other than the checkpoint, on which figures depend."""
         keys = ("dtype", "attn_implementation", "base_model_path", "batching")
-        keys += ("interventions", "intervention_sample", "scorer_drops_media")
+        keys += ("interventions", "intervention_sample", "scorer_drops_media", "cluster_by")
         hub = [] if self.benchmark is None else [self.benchmark.source.hub]
         settings = {
             "data": data_fingerprint(self.data_args.dataset_path or hub),
@@ -146,7 +149,7 @@ def evaluation_sets(args: EvaluationArguments, data_args: DataArguments) -> list
             )
         check_set_keys(data_args, args.train_data, is_benchmark=public is not None)
         _check_metric(args.metric_for_best, [])
-        return [EvaluationSet(None, public, data_args, tuple(args.group_by), csv)]
+        return [EvaluationSet(None, public, data_args, tuple(args.group_by), csv, args.cluster_by)]
     definitions = (
         [(f"suite {args.suite}", name, keys) for name, keys in read_suite(args.suite).items()] if args.suite else []
     )
@@ -184,7 +187,8 @@ def evaluation_sets(args: EvaluationArguments, data_args: DataArguments) -> list
             check_set_keys(made, args.train_data, is_benchmark=public is not None)
         except ConfigError as error:
             raise ConfigError(f"{key}: {name}: {error}") from None
-        sets.append(EvaluationSet(name, public, made, (*args.group_by, *own), csv.with_suffix("") / f"{name}.csv"))
+        own_csv = csv.with_suffix("") / f"{name}.csv"
+        sets.append(EvaluationSet(name, public, made, (*args.group_by, *own), own_csv, args.cluster_by))
     return sets
 
 

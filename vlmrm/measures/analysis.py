@@ -40,7 +40,7 @@ def figures(frame: pd.DataFrame) -> dict[str, Any]:
     """
     pairs = PairArrays(frame)
     computed = ((metric.name, metric.compute(pairs)) for metric in METRICS.values())
-    return {n: _plain(v.estimate(pairs.prompts) if isinstance(v, Figure) else v) for n, v in computed}
+    return {n: _plain(v.estimate(pairs.clusters) if isinstance(v, Figure) else v) for n, v in computed}
 
 
 def point_figures(frame: pd.DataFrame, names: Iterable[str]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.pairs import PairArrays, credits_of
 
 MARGIN = 0.05  # of accuracy: a larger change counts, a smaller one counts as none
-PROMPTS = 20  # with fewer, no claim is made
+CLUSTERS = 20  # with fewer, no claim is made
 LEVEL, POWER = 0.05, 0.8
 CHANCE = 0.5
 
@@ -116,7 +116,7 @@ def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
     together = [loss]
     if len(altered) > 1 and not intervention.decides:
         together += [Mean(pairs.credits - credits, scale="difference") for credits in altered]
-    tests = [_test(figure, pairs.prompts, MARGIN, gain_counts=not intervention.attack) for figure in together]
+    tests = [_test(figure, pairs.clusters, MARGIN, gain_counts=not intervention.attack) for figure in together]
     claim: State = "reliant" if all(test.claim == "reliant" for test in tests) else "not reliant"
     agree = len({test.claim for test in tests}) == 1
     p = max(test.p for test in tests)
@@ -127,14 +127,14 @@ def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
         reason = "One neutral picture may only be strange to it."
     elif claim == "not reliant" and not intervention.attack:
         # A model that is right as often as chance has nothing to lose.
-        above = _test(Mean(np.where(np.isnan(mean), np.nan, pairs.credits - CHANCE)), pairs.prompts, MARGIN)
+        above = _test(Mean(np.where(np.isnan(mean), np.nan, pairs.credits - CHANCE)), pairs.clusters, MARGIN)
         p = max(p, above.p if above.centre > 0 and above.claim == "reliant" else 1.0)
     if intervention.family == "question" and not intervention.decides and _has_one_question(pairs):
         reason = "All rows ask the same question, so that these data cannot tell; those of several would."
     of_loss = tests[0].estimate
-    if of_loss.prompts < PROMPTS:
-        reason = f"{of_loss.prompts} prompts are too few to tell."
-    left = Mean(np.where(np.isnan(pairs.credits), np.nan, mean), scale="share").estimate(pairs.prompts)
+    if of_loss.clusters < CLUSTERS:
+        reason = f"{of_loss.clusters} clusters are too few to tell."
+    left = Mean(np.where(np.isnan(pairs.credits), np.nan, mean), scale="share").estimate(pairs.clusters)
     found = Finding(name, intervention.family, claim, of_loss, left, MARGIN, p, NAN, reason, len(altered))
     return found, tests[0]
 
@@ -149,10 +149,10 @@ def mean_of(credits: Sequence[np.ndarray]) -> np.ndarray:
 def _of_both_orders(pairs: PairArrays, name: str) -> Question:
     """Return what standing first is worth to a judge, whose verdict is the mean of both orders."""
     first, second = pairs.positions.T
-    test = _test(Mean(first - second, scale="difference"), pairs.prompts, MARGIN)
-    few = test.estimate.prompts < PROMPTS
-    reason = f"{test.estimate.prompts} prompts are too few to tell." if few else ""
-    left = Mean(second, scale="share").estimate(pairs.prompts)
+    test = _test(Mean(first - second, scale="difference"), pairs.clusters, MARGIN)
+    few = test.estimate.clusters < CLUSTERS
+    reason = f"{test.estimate.clusters} clusters are too few to tell." if few else ""
+    left = Mean(second, scale="share").estimate(pairs.clusters)
     return Finding(name, "order", test.claim, test.estimate, left, MARGIN, test.p, NAN, reason, 1), test
 
 
@@ -165,13 +165,13 @@ class _Test(NamedTuple):
     estimate: Estimate
 
 
-def _test(figure: Figure, prompts: np.ndarray, margin: float, *, gain_counts: bool = True) -> _Test:
+def _test(figure: Figure, clusters: np.ndarray, margin: float, *, gain_counts: bool = True) -> _Test:
     """Test whether a mean difference is beyond ±margin, or within; `p` is that of the nearer claim.
 
     Where a gain does not count, anything below the margin is within: who punishes a decoration does no wrong.
     """
     influence = figure.influence()
-    of, count = spread(influence, prompts)
+    of, count = spread(influence, clusters)
     change = with_ends(influence, of, count, "difference")
     if not of.freedom:
         return _Test("not reliant", 1.0, influence.value, NAN, 0, change)

@@ -1,9 +1,9 @@
 """Differences between checkpoints on the same pairs, tested all together.
 
-If all checkpoints are equally good, it is chance which of them has which verdicts on a prompt: exchanging them within
-whole prompts shows what differences chance makes. A difference and those of chance are divided alike, each by the
-root of its squares over prompts, so that the tests hold however unequal the prompts' numbers of pairs are. The largest
-of all differences in each exchange is what each one is held against (Westfall and Young, Resampling-Based Multiple
+If all checkpoints are equally good, it is chance which of them has which verdicts on a cluster: exchanging them in
+whole clusters shows what differences chance makes. A difference and those of chance are divided alike, each by the
+root of its squares over clusters, so that the tests hold however unequal their numbers of pairs are. The largest of
+all differences in each exchange is what each one is held against (Westfall and Young, Resampling-Based Multiple
 Testing, 1993): with a probability of 95 % none at all is called real by mistake, and all intervals hold together.
 """
 
@@ -23,7 +23,7 @@ from vlmrm.measures.intervals import LEVEL, Estimate, numbered
 from vlmrm.measures.pairs import check_pairs, credits_of, margins_of, pair_index
 
 DRAWS, SEED = 1000, 0
-CELLS = 1 << 18  # draws x prompts x checkpoints held at a time
+CELLS = 1 << 18  # draws x clusters x checkpoints held at a time
 POWER = 0.8
 TINY = 1e-9  # of a statistic's rounding
 
@@ -53,9 +53,9 @@ def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
     if len(frames) < 2:
         return []
     names = list(frames)
-    right, prompts = right_of_shared_pairs(frames)
-    sizes = np.bincount(prompts).astype(np.float64)
-    sums = np.stack([np.bincount(prompts, column) for column in right.T], axis=1)
+    right, clusters = right_of_shared_pairs(frames)
+    sizes = np.bincount(clusters).astype(np.float64)
+    sums = np.stack([np.bincount(clusters, column) for column in right.T], axis=1)
     added = added_square(sizes)
     statistics = statistics_of(sums, added)
     chance = chance_of_largest(sums, added)
@@ -88,7 +88,7 @@ def compare(frames: Mapping[str, pd.DataFrame]) -> list[PairedTest]:
 
 
 def added_square(sizes: np.ndarray) -> float:
-    """Return the square of one more gain and one more loss, of a prompt of the size that most pairs have.
+    """Return the square of one more gain and one more loss, of a cluster of the size that most pairs have.
 
     Without them few changes would have an interval of no width (Bonett and Price, 2012).
     """
@@ -96,7 +96,7 @@ def added_square(sizes: np.ndarray) -> float:
 
 
 def statistics_of(sums: np.ndarray, added: float) -> np.ndarray:
-    """Return the differences of M checkpoints by their errors [..., M, M], of right answers by prompt [..., P, M]."""
+    """Return the differences of M checkpoints by their errors [..., M, M], of right answers by cluster [..., P, M]."""
     products, totals = sums.swapaxes(-1, -2) @ sums, sums.sum(axis=-2)
     own = np.diagonal(products, axis1=-2, axis2=-1)
     squares = own[..., :, None] + own[..., None, :] - 2 * products
@@ -104,20 +104,20 @@ def statistics_of(sums: np.ndarray, added: float) -> np.ndarray:
 
 
 def chance_of_largest(sums: np.ndarray, added: float) -> np.ndarray:
-    """Return the largest of `statistics_of` where checkpoints are exchanged within prompts: [DRAWS].
+    """Return the largest of `statistics_of` where checkpoints are exchanged within clusters: [DRAWS].
 
-    Empty for fewer than two prompts.
+    Empty for fewer than two clusters.
     """
     count, models = sums.shape
     if count < 2:
         return np.zeros(0)
     sums = sums - sums.mean(axis=1, keepdims=True)
     sums = sums[(sums != 0).any(axis=1)]  # elsewhere an exchange changes nothing
-    rng, prompts = np.random.default_rng(SEED), np.arange(len(sums))[:, None]
+    rng, clusters = np.random.default_rng(SEED), np.arange(len(sums))[:, None]
     largest = []
     for start in range(0, DRAWS, step := max(CELLS // max(sums.size, 1), 1)):
         turns = rng.integers(0, models, (min(step, DRAWS - start), len(sums), 1))
-        turned = sums[prompts, (np.arange(models) + turns) % models]
+        turned = sums[clusters, (np.arange(models) + turns) % models]
         largest.append(statistics_of(turned, added).max(axis=(1, 2)))
     return np.concatenate(largest)
 
@@ -125,7 +125,7 @@ def chance_of_largest(sums: np.ndarray, added: float) -> np.ndarray:
 def difference_of(sums: np.ndarray, sizes: np.ndarray, quantile: float, added: float) -> Estimate:
     """Return a mean difference with those that it would not contradict: their statistic is within ± `quantile`.
 
-    sums [P] are what two checkpoints differ by in each prompt, sizes [P] its pairs.
+    sums [P] are what two checkpoints differ by in each cluster, sizes [P] its pairs.
     """
     pairs, whole, squares = sizes.sum(), sums.sum(), (sums**2).sum() + added
     ends = (np.nan, np.nan)
@@ -135,7 +135,7 @@ def difference_of(sums: np.ndarray, sizes: np.ndarray, quantile: float, added: f
     if a > 0:
         half = np.sqrt(max(b**2 - a * (whole**2 - quantile**2 * squares), 0.0))
         ends = (max((b - half) / a, -1.0), min((b + half) / a, 1.0))
-    elif not np.isnan(quantile):  # so few prompts, or one with so many of the pairs, contradict nothing
+    elif not np.isnan(quantile):  # so few clusters, or one with so many of the pairs, contradict nothing
         ends = (-1.0, 1.0)
     value = whole / pairs
     error = np.sqrt(((sums - value * sizes) ** 2).sum() + added) / pairs if len(sizes) > 1 else np.nan
@@ -143,7 +143,7 @@ def difference_of(sums: np.ndarray, sizes: np.ndarray, quantile: float, added: f
 
 
 def right_of_shared_pairs(frames: Mapping[str, pd.DataFrame]) -> tuple[np.ndarray, np.ndarray]:
-    """Return how right each of M checkpoints is on each shared pair, [N, M] of 0, 0.5 and 1, and the prompts [N]."""
+    """Return how right each of M checkpoints is on each shared pair, [N, M] of 0, 0.5 and 1, and the clusters [N]."""
     tables = []
     for name, frame in frames.items():
         check_pairs(frame)
@@ -153,4 +153,4 @@ def right_of_shared_pairs(frames: Mapping[str, pd.DataFrame]) -> tuple[np.ndarra
     if not len(shared):
         raise DataError(f"{' and '.join(frames)} have no scored pairs in common: compare results of the same data")
     right = np.stack([credits_of(table.loc[shared].to_numpy()) for table in tables], axis=1)
-    return right, numbered(shared.get_level_values("prompt_id").to_numpy())
+    return right, numbered(shared.get_level_values("cluster").to_numpy())

@@ -22,12 +22,24 @@ DONORS = 2  # of each row
 BLOCKS = (8, 16, 32, 64)
 
 
-def prompt_id(comparison: Comparison) -> str:
-    """Return a hash of the prompt, or without a prompt of the answers; equal prompts are one cluster."""
-    parts = [comparison.prompt] if comparison.prompt else comparison.answers
+EPISODE = "chosen_episode"  # a column of pairs of episodes, which may all have one prompt: the task
+WHOLE = "prompt"  # the value of `cluster_by` that takes each question about an image by itself
+
+
+def cluster_of(comparison: Comparison, cluster_by: str | None = None) -> str:
+    """Return a key of what rows share that are no independent witnesses: the unit of intervals and of samples.
+
+    By default it is the images and videos of the prompt: all questions about them are one. Without any it is the text,
+    without a prompt the answers, and of pairs of episodes the better one. `cluster_by` names a column in its place.
+    """
+    if cluster_by not in (None, WHOLE) and (value := comparison.columns.get(cluster_by)) is not None:
+        return str(value)
+    if (episode := comparison.columns.get(EPISODE)) is not None:
+        return "/".join(Path(str(episode)).parts[-2:])
+    seen = bool(media_of(comparison.prompt)) and cluster_by != WHOLE
     digest = blake2b(digest_size=8)
-    for messages in parts:
-        digest.update(text_of(messages).encode())
+    for messages in [comparison.prompt] if comparison.prompt else comparison.answers:
+        digest.update(b"" if seen else text_of(messages).encode())
         for medium in media_of(messages):
             reference = medium.reference
             # A file by its name and folder, so that a data set has the same ids wherever it is stored.
@@ -36,13 +48,14 @@ def prompt_id(comparison: Comparison) -> str:
     return digest.hexdigest()
 
 
-def is_sampled(comparison: Comparison, share: float) -> bool:
-    """Return whether a comparison is in the sample of a `share` of all prompts, by the hash of its prompt.
+def is_sampled(comparison: Comparison, share: float, cluster_by: str | None = None) -> bool:
+    """Return whether a comparison is in the sample of a `share` of all clusters, by a hash of its own.
 
-    A prompt is in it with all its comparisons, and a larger share has those of a smaller one.
+    A cluster is in it with all its comparisons, and a larger share has those of a smaller one.
     """
     try:
-        return share >= 1 or int(prompt_id(comparison), 16) < share * 2**64
+        key = blake2b(cluster_of(comparison, cluster_by).encode(), digest_size=8).hexdigest()
+        return share >= 1 or int(key, 16) < share * 2**64
     except MediaError:
         return False  # scoring the row reports it
 

@@ -1,9 +1,9 @@
-"""Figures with 95 % intervals that hold for a few prompts, of which each may have many pairs.
+"""Figures with 95 % intervals that hold for a few clusters, of which each may have many pairs.
 
-Pairs of one prompt are correlated, so prompts are the units. Each figure says by how much each row moves it, its
-influence; the influences of a prompt's rows are added up, and from them follow the standard error of the jackknife
-that leaves out one prompt at a time, and an interval with Student's t of as many degrees of freedom as there are
-prompts but one (Cameron and Miller, A Practitioner's Guide to Cluster-Robust Inference, 2015). Figures that cannot
+Pairs of one cluster are correlated, so clusters are the units. Each figure says by how much each row moves it, its
+influence; the influences of a cluster's rows are added up, and from them follow the standard error of the jackknife
+that leaves out one cluster at a time, and an interval with Student's t of as many degrees of freedom as there are
+clusters but one (Cameron and Miller, A Practitioner's Guide to Cluster-Robust Inference, 2015). Figures that cannot
 leave a range have an interval that cannot either: see `SCALES`.
 """
 
@@ -32,7 +32,7 @@ class Estimate(NamedTuple):
     high: float
     standard_error: float
     n: int  # the number of its values
-    prompts: int  # the number of their prompts
+    clusters: int  # the number of their clusters
 
     def in_percent(self, sign: str = "") -> str:
         """Return it in percent with its interval: 79.1 (75.0-82.6)."""
@@ -66,10 +66,10 @@ class Figure:
         """Return its value and the influence of each row."""
         raise NotImplementedError
 
-    def estimate(self, prompts: np.ndarray) -> Estimate:
-        """Return the figure with its interval; prompts[N] numbers the prompt of each row from 0 on."""
+    def estimate(self, clusters: np.ndarray) -> Estimate:
+        """Return the figure with its interval; clusters[N] numbers the cluster of each row from 0 on."""
         influence = self.influence()
-        return with_ends(influence, *spread(influence, prompts), self.scale)
+        return with_ends(influence, *spread(influence, clusters), self.scale)
 
 
 @dataclass(frozen=True)
@@ -187,15 +187,15 @@ class Spread(NamedTuple):
     effective: float
 
 
-def spread(influence: Influence, prompts: np.ndarray) -> tuple[Spread, int]:
-    """Return the spread of a figure, NaN for fewer than two prompts, and the number of its prompts."""
-    rows, shares = (np.bincount(prompts, part) for part in (influence.rows, influence.shares))
+def spread(influence: Influence, clusters: np.ndarray) -> tuple[Spread, int]:
+    """Return the spread of a figure, NaN for fewer than two clusters, and the number of its clusters."""
+    rows, shares = (np.bincount(clusters, part) for part in (influence.rows, influence.shares))
     counted = shares > 0
     rows, shares = rows[counted], shares[counted]
     count = len(rows)
     if count < 2 or not (np.isfinite(influence.value) and np.isfinite(rows).all()):
         return Spread(NAN, 0, NAN), count
-    left_out = rows / (1 - shares)  # what the figure changes by without the prompt
+    left_out = rows / (1 - shares)  # what the figure changes by without the cluster
     error = float(np.sqrt((count - 1) / count * ((left_out - left_out.mean()) ** 2).sum()))
     alone = float((influence.rows**2).sum())  # the variance if all rows were independent
     if alone and error > 1e-12:
@@ -207,16 +207,16 @@ def spread(influence: Influence, prompts: np.ndarray) -> tuple[Spread, int]:
 
 
 def with_ends(influence: Influence, of: Spread, count: int, scale: Scale) -> Estimate:
-    """Return a figure of some spread and count of prompts with its interval."""
+    """Return a figure of some spread and count of clusters with its interval."""
     if np.isnan(of.error):
         return Estimate(influence.value, NAN, NAN, NAN, influence.n, count)
     low, high = SCALES[scale](influence.value, of, float(stdtrit(of.freedom, (1 + LEVEL) / 2)))
     return Estimate(influence.value, float(low), float(high), of.error, influence.n, count)
 
 
-def detectable(figure: Figure, prompts: np.ndarray, power: float = 0.8) -> float:
-    """Return the difference from a fixed value that a figure of these prompts would show with some probability."""
-    of, _ = spread(figure.influence(), prompts)
+def detectable(figure: Figure, clusters: np.ndarray, power: float = 0.8) -> float:
+    """Return the difference from a fixed value that a figure of these clusters would show with some probability."""
+    of, _ = spread(figure.influence(), clusters)
     return float((stdtrit(of.freedom, (1 + LEVEL) / 2) + stdtrit(of.freedom, power)) * of.error) if of.freedom else NAN
 
 
@@ -226,7 +226,7 @@ def plain(value: float, of: Spread, quantile: float) -> Interval:
 
 
 def share(value: float, of: Spread, quantile: float) -> Interval:
-    """Return Wilson's interval of as many independent values as the prompts are worth (Korn and Graubard, 1998)."""
+    """Return Wilson's interval of as many independent values as the clusters are worth (Korn and Graubard, 1998)."""
     square = quantile**2 / of.effective
     centre = (value + square / 2) / (1 + square)
     half = np.sqrt(square) * np.sqrt(max(value * (1 - value), 0) + square / 4) / (1 + square)
@@ -272,9 +272,9 @@ SCALES: dict[Scale, Callable[[float, Spread, float], Interval]] = {
 }
 
 
-def numbered(prompts: Sequence | np.ndarray) -> np.ndarray:
-    """Return the number of each row's prompt, in order of appearance: [N]."""
-    return pd.factorize(np.asarray(prompts, dtype=object))[0]
+def numbered(clusters: Sequence | np.ndarray) -> np.ndarray:
+    """Return the number of each row's cluster, in order of appearance: [N]."""
+    return pd.factorize(np.asarray(clusters, dtype=object))[0]
 
 
 class _Order:

@@ -203,12 +203,17 @@ _DECLARED = (
     ),
     Metric(
         "detectable_difference",
-        "the difference of the accuracy from a fixed one, such as chance, that these prompts show four times in five",
-        lambda p: detectable(share_of(p.credits), p.prompts),
+        "the difference of the accuracy from a fixed one, such as chance, that these clusters show four times in five",
+        lambda p: detectable(share_of(p.credits), p.clusters),
         float,
     ),
     Metric("comparison_count", "comparisons", lambda p: len(np.bincount(p.candidates.groups)), int),
-    Metric("prompt_count", "different prompts", lambda p: int(p.frame["prompt_id"].nunique()), int),
+    Metric(
+        "cluster_count",
+        "images with all their questions, or prompts without images: the units of intervals",
+        lambda p: int(p.frame["cluster"].nunique()),
+        int,
+    ),
     Metric(
         "accuracy_ties_wrong",
         "preference accuracy with equal scores as wrong, as TRL counts",

@@ -18,19 +18,18 @@ import pandas as pd
 from vlmrm.conversation import Comparison, Messages, media_of, text_of
 from vlmrm.data.media import image_size, local_path
 from vlmrm.errors import ConfigError, DataError, RowError
-from vlmrm.measures.donors import prompt_id
+from vlmrm.measures.donors import cluster_of
 from vlmrm.measures.intervals import AtRows, Figure, Mean, numbered
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.statistics import BestOfN, ReliabilityBin, best_of_n, markup, reliability
 
 SIDES = ("chosen", "rejected")
 COLUMNS = (
-    *("comparison_id", "pair", "prompt_id", "tie", "weight"),
+    *("comparison_id", "pair", "cluster", "tie", "weight"),
     *(f"{side}_{name}" for side in SIDES for name in ("branch", "rating", "score")),
 )
 TEXT = 2000  # characters kept of a text, for the report
 LIST = 3  # candidates from which on a comparison is a ranked list
-EPISODE = "chosen_episode"  # a column of pairs of episodes, which may all have one prompt: the task
 
 
 @dataclass
@@ -59,8 +58,8 @@ class Candidates(NamedTuple):
 def scored_pairs(comparisons: Sequence[Comparison], scores: Sequence[Sequence[float]]) -> pd.DataFrame:
     """Return one row for each pair of each comparison, in order; `scores[i]` has one score a branch.
 
-    Columns: comparison_id, pair, prompt_id (a hash of the prompt, or the better episode of pairs of episodes: the unit
-    of intervals), category, tie, weight; chosen_ and rejected_ branch, rating, score.
+    Columns: comparison_id, pair, cluster (see `cluster_of`: the unit of intervals), category, tie, weight; chosen_ and
+    rejected_ branch, rating, score.
     """
     rows: list[dict[str, Any]] = []
     for comparison, branch_scores in zip(comparisons, scores, strict=True):
@@ -78,7 +77,9 @@ class PairTable:
     rejected: np.ndarray
 
 
-def pair_table(comparisons: Iterable[Comparison], group_by: Sequence[str] = ()) -> PairTable:
+def pair_table(
+    comparisons: Iterable[Comparison], group_by: Sequence[str] = (), cluster_by: str | None = None
+) -> PairTable:
     """Return the pairs of comparisons, which all models that score them share."""
     absent = set(group_by)
     rows: list[dict[str, Any]] = []
@@ -88,7 +89,7 @@ def pair_table(comparisons: Iterable[Comparison], group_by: Sequence[str] = ()) 
         absent -= set(comparison.columns)
         shared = _of_comparison(comparison, group_by)
         answers = list(map(_of_answer, comparison.answers))
-        for row in _pairs_of(comparison):
+        for row in _pairs_of(comparison, cluster_by):
             for side in SIDES:
                 row |= {f"{side}_{name}": value for name, value in answers[row[f"{side}_branch"]].items()}
             rows.append({**shared, **row})
@@ -148,17 +149,15 @@ def check_columns(comparisons: Iterable[Comparison], group_by: Sequence[str]) ->
 def _refuse_unknown(absent: Sequence[str]) -> None:
     if absent:
         raise ConfigError(
-            f"group_by names {absent[0]}, which no row of the evaluation data has as a further column (category has "
-            "figures anyway): check its name."
+            f"group_by or cluster_by names {absent[0]}, which no row of the evaluation data has as a further column "
+            "(category has figures anyway): check its name."
         )
 
 
-def _pairs_of(comparison: Comparison) -> Iterator[dict[str, Any]]:
-    episode = comparison.columns.get(EPISODE)
+def _pairs_of(comparison: Comparison, cluster_by: str | None = None) -> Iterator[dict[str, Any]]:
     shared = {
         "comparison_id": comparison.id,
-        # What rows may share and others do not: the prompt, or of pairs of episodes the better one.
-        "prompt_id": prompt_id(comparison) if episode is None else "/".join(Path(str(episode)).parts[-2:]),
+        "cluster": cluster_of(comparison, cluster_by),
         "category": comparison.category,
         "weight": comparison.judgement.weight,
     }
@@ -268,7 +267,7 @@ def pair_index(frame: pd.DataFrame) -> pd.MultiIndex:
 
     A comparison that the data repeat has a key for each repetition.
     """
-    keys = frame[["comparison_id", "prompt_id", "pair", "chosen_branch"]]
+    keys = frame[["comparison_id", "cluster", "pair", "chosen_branch"]]
     repetition = keys.groupby(list(keys), sort=False).cumcount().rename("repetition")
     return pd.MultiIndex.from_frame(pd.concat([keys, repetition], axis=1))
 
@@ -329,9 +328,9 @@ class PairArrays:
         return reliability(self.decided)
 
     @cached_property
-    def prompts(self) -> np.ndarray:
-        """Return the number of each row's prompt: [N]."""
-        return numbered(self.frame["prompt_id"].to_numpy())
+    def clusters(self) -> np.ndarray:
+        """Return the number of each row's cluster: [N]."""
+        return numbered(self.frame["cluster"].to_numpy())
 
     @cached_property
     def first_rows(self) -> np.ndarray:
@@ -357,7 +356,7 @@ class PairArrays:
         for n in range(1, curves.shape[2] + 1):
             long_enough = int((~np.isnan(curves[:, 0, n - 1])).sum())
             if long_enough:
-                kinds = (self.of_lists(curves[:, kind, n - 1]).estimate(self.prompts) for kind in range(3))
+                kinds = (self.of_lists(curves[:, kind, n - 1]).estimate(self.clusters) for kind in range(3))
                 rows.append(BestOfN(n, long_enough, *kinds))
         return rows
 

@@ -93,7 +93,7 @@ class CalibrationError(Figure):
     """The expected calibration error of margins[N]: mean |probability - frequency| of the bins; NaN does not count.
 
     Chance makes it too large in small samples. The lower end of its interval is therefore the smallest error, of the
-    same shape over the bins, under which so large a one is likely with what the spread of the prompts adds.
+    same shape over the bins, under which so large a one is likely with what the spread of the clusters adds.
     """
 
     margins: np.ndarray
@@ -115,16 +115,16 @@ class CalibrationError(Figure):
         value = float(np.abs(total).sum()) if n else NAN
         return Influence(value, excess @ np.sign(total) - np.where(counts, value, 0.0) / max(n, 1), shares, n)
 
-    def estimate(self, prompts: np.ndarray) -> Estimate:
-        as_measured = super().estimate(prompts)
+    def estimate(self, clusters: np.ndarray) -> Estimate:
+        as_measured = super().estimate(clusters)
         if np.isnan(as_measured.low):
             return as_measured
         excess, counts = self._excess(), ~np.isnan(self.margins)
-        by_prompt = np.stack([np.bincount(prompts, column) for column in excess.T], axis=1)
-        sizes = np.bincount(prompts, counts)
-        by_prompt, sizes = by_prompt[sizes > 0], sizes[sizes > 0]
-        total = by_prompt.sum(axis=0)
-        left_out = (by_prompt - total * (sizes / sizes.sum())[:, None]) / (1 - sizes / sizes.sum())[:, None]
+        by_cluster = np.stack([np.bincount(clusters, column) for column in excess.T], axis=1)
+        sizes = np.bincount(clusters, counts)
+        by_cluster, sizes = by_cluster[sizes > 0], sizes[sizes > 0]
+        total = by_cluster.sum(axis=0)
+        left_out = (by_cluster - total * (sizes / sizes.sum())[:, None]) / (1 - sizes / sizes.sum())[:, None]
         values, vectors = np.linalg.eigh(np.cov(left_out.T) * (len(sizes) - 1))
         rng, freedom = np.random.default_rng(SEED), len(sizes) - 1
         drawn = rng.normal(size=(DRAWS, BINS)) @ (vectors * np.sqrt(np.maximum(values, 0))).T

@@ -24,7 +24,7 @@ from vlmrm.data.media import image_size
 from vlmrm.errors import CheckpointError, ConfigError, DataError, RowError
 from vlmrm.libraries import install_command
 from vlmrm.logs import counted
-from vlmrm.measures.audit import PROMPTS
+from vlmrm.measures.audit import CLUSTERS
 from vlmrm.modeling import reward_model_class
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import find_file
@@ -49,7 +49,7 @@ class DataFacts:
     rows: int
     images: bool
     held_out: float  # share of prompts that can be held out, 0 for none
-    held_out_prompts: int = PROMPTS
+    held_out_prompts: int = CLUSTERS
     bad_share: float = 0.0
     reason: str = ""  # why the last bad row is bad
     reading: Mapping[str, Any] = field(default_factory=dict)  # keys that say how the rows are read
@@ -156,7 +156,7 @@ def configuration(data: DataFacts, model: str, method: Method, machine: Machine,
         machine=machine,
         file=file,
         launch=launch_of(machine, file),
-        enough_prompts=PROMPTS,
+        enough_prompts=CLUSTERS,
         image_tokens=1280 if large else 512 if machine.gpus else 256,
         token_pixels=TOKEN_PIXELS,
         workers=min(max((os.cpu_count() or 1) // ranks - 1, 0), 4),
@@ -222,7 +222,7 @@ def _held_out(dataset: Any, count: int) -> tuple[float, int]:
     held: dict[float, int] = {}
     for share in SHARES if count >= 1000 else SHARES[1:]:
         held[share] = sum(is_held_out_key(key, share, DataArguments().split_seed) for key in keys)
-        if held[share] >= PROMPTS:
+        if held[share] >= CLUSTERS:
             return share, held[share]
     share = max((share for share in held if 0 < held[share] < len(keys)), default=0.0)
     return share, held.get(share, 0)

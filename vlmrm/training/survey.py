@@ -21,7 +21,7 @@ from vlmrm.data.duplicates import Repeats
 from vlmrm.data.media import media_key
 from vlmrm.errors import ConfigError, MediaError, RowError, TrainingError
 from vlmrm.logs import counted
-from vlmrm.measures.audit import PROMPTS
+from vlmrm.measures.audit import CLUSTERS
 from vlmrm.training.losses import pair_weights
 
 SAMPLE = 64  # rows that a training renders before its first step
@@ -173,10 +173,10 @@ def shared_prompts(train: Survey, held_out: Survey) -> int:
 
 def few_prompts(held_out: Survey) -> str:
     """Return a remark on an evaluation of too few prompts to tell anything; nothing where they are enough."""
-    if (prompts := len({*held_out.prompts})) >= PROMPTS:
+    if (prompts := len({*held_out.prompts})) >= CLUSTERS:
         return ""
     return (
         f"the evaluation has {counted(held_out.rows or 0, 'row')} of {counted(prompts, 'prompt')}, too few to tell a "
-        f"better checkpoint from a lucky one: raise eval_fraction or give eval_dataset_path, for {PROMPTS} prompts or "
-        "more"
+        f"better checkpoint from a lucky one: raise eval_fraction or give eval_dataset_path, for {CLUSTERS} prompts "
+        "or more"
     )

@@ -196,7 +196,7 @@ class Benchmark(Strict):
     def estimate(self, frame: pd.DataFrame) -> dict[str, Estimate]:
         """Return `score` with intervals for prompts as units (see `with_intervals`), and what each figure rests on."""
         figures = self.score(frame)
-        units = frame[f"by/{self.unit}" if self.unit else "prompt_id"].to_numpy()
+        units = frame[f"by/{self.unit}" if self.unit else "cluster"].to_numpy()
         rows = {name: rows_of(name, frame, self.groups) for name in figures}
         return with_intervals(lambda part: RULES[self.rule](part, self.groups), frame, figures, units, rows)
 

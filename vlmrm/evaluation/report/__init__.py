@@ -79,7 +79,7 @@ def build_report(
                 for i in INTERVENTIONS.values()
                 if i.family == "image" and i.standard and not i.repeats
             },
-            prompts=best.pairs["prompt_id"].nunique(),
+            clusters=best.pairs["cluster"].nunique(),
             ties=len(best.rows) - len(best.pairs),
             headline=headline(best.audit),
             left_out=[*left_out, *without_figures(sweeps)],

@@ -255,7 +255,7 @@ def galleries(best: Checkpoint) -> list[dict[str, Any]]:
         ("mistakes", "The most confident mistakes", "wrong", mistakes, order[best.margins[order] < 0]),
         ("wins", "The narrowest wins", "right", "Little would turn these round.", order[best.margins[order] > 0]),
     ):
-        repeated = best.pairs["prompt_id"].iloc[rows].duplicated().to_numpy()
+        repeated = best.pairs["cluster"].iloc[rows].duplicated().to_numpy()
         shown = [_example(row) for row in best.pairs.iloc[rows[~repeated][:COUNT]].to_dict("records")]
         text = f"At most one pair a prompt. {advice}" if shown else f"No pair is ranked the {way} way."
         made.append({"id": name, "title": title, "text": text, "examples": shown})

@@ -207,11 +207,11 @@ def of_audit(best: Checkpoint, limits: Mapping[str, str]) -> Section:
             points(finding.margin),
             points(finding.detectable),
             f"{finding.loss.n:,}",
-            f"{finding.loss.prompts:,}",
+            f"{finding.loss.clusters:,}",
         ]
         for finding in best.audit
     ]
-    table = Table("Points of accuracy lost; below zero, gained", [*head, "pairs", "prompts"], rows)
+    table = Table("Points of accuracy lost; below zero, gained", [*head, "pairs", "clusters"], rows)
     text = "Not measured: evaluate with interventions. " if not scored else ""
     text += (
         "A change counts where it is shown to be above the margin, as none where it is shown to be below, and is "
@@ -243,7 +243,7 @@ def of_categories(best: Checkpoint) -> Section:
             drawings.append(_by_value(name, best_first, best.accuracy.value))
             rows = [[v, f"{it.n:,}", percent(it.value), interval(it)] for v, it in best_first.items()]
             tables.append(Table(f"Accuracy by {name}", [name, "pairs", "accuracy", "95% interval"], rows))
-    text = "Intervals take pairs of one prompt together."
+    text = "Intervals take pairs of one image, or of one prompt without images, together."
     return Section("categories", "By category", text if drawings else "No row has a category.", drawings, tables)
 
 
@@ -418,11 +418,11 @@ def of_comparison(checkpoints: Sequence[Checkpoint]) -> Section:
     )
     sizes = sorted(test.detectable for test in tests if not np.isnan(test.detectable))
     between = " to ".join(points(size) for size in (*sizes[:1], *sizes[1:][-1:]))
-    seen = f"These prompts show a difference of {between} points four times in five; a smaller one may stay unseen."
-    seen = seen if sizes else "So few prompts show no difference."
+    seen = f"These clusters show a difference of {between} points four times in five; a smaller one may stay unseen."
+    seen = seen if sizes else "So few clusters show no difference."
     text = (
         "A difference is more than chance where its interval is without zero, and there p is below 0.05. Both are "
-        f"from exchanges within whole prompts and hold for all {len(tests)} comparisons together. "
+        f"from exchanges within whole clusters and hold for all {len(tests)} comparisons together. "
         f"{seen}"
     )
     if len(checkpoints) > COMPARED:

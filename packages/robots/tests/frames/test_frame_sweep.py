@@ -56,7 +56,7 @@ def test_it_is_measured_on_pairs_as_any_other_scorer(here):
     [row] = pd.read_csv("table.csv").to_dict("records")
     assert 0.5 < row["pairs/low"] < row["pairs"] == 1.0
     scores = pd.read_parquet("table/pairs.scores.parquet").set_index("comparison_id")
-    assert scores["prompt_id"].nunique() == 10
+    assert scores["cluster"].nunique() == 10
     # Each score is the classifier's probability for the last frame that the columns name.
     scorer = FrameScorer(load_classifier("model.safetensors", device="cpu"))
     files = {file.path.name: file for folder in ("positive", "negative") for file in open_folder(here / folder)}
