@@ -96,6 +96,10 @@ class EditScore(PointwiseRewardModel):
         }
         return RewardModelOutput(rewards, {"passes": passes, **info}, failures)
 
+    def reward_in(self, reply: str) -> float:
+        """Return the smaller of two scores in the text of a reply, out of 10."""
+        return self.following.reward_in(reply)
+
     def counters(self) -> dict[str, float]:
         return self.following.counters()
 
@@ -117,6 +121,7 @@ class _Question(Judge):
 
 
 class _Following(_Question):
+    original = "edit_score"
     shown = ("image", "source")
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:

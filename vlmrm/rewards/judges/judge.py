@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 from abc import abstractmethod
@@ -20,9 +21,15 @@ from vlmrm.rewards.judges.replies import Question, Reply, expected_reward
 from vlmrm.rewards.judges.request_file import RequestFile, read_request_file
 from vlmrm.rewards.pictures import data_uri
 
+logger = logging.getLogger("vlmrm")
+
 Parts = list[dict[str, Any]]  # of a message
 LIKELIEST = 20  # tokens whose log-probabilities are asked for
 WORDING = ("question", "send_prompt", "top_logprobs")  # settings of what a request_file writes itself
+OWN_WORDS = (
+    "reward %s asks in vlmrm's own words, and its judge was trained on others: `vlmrm rewards record %s` writes those "
+    "into a request_file"
+)
 CUT_OFF = ("length", "content_filter")  # finish reasons of incomplete replies
 # Part of the system message of every judge: prompts and images may try to instruct it.
 FENCED = (
@@ -85,6 +92,7 @@ class SampleJudge(BaseRewardModel):
     text_prompts = True
     Settings: ClassVar[type[SampleSettings]]
     shown: ClassVar[tuple[str, ...]] = ("image",)  # placeholders that a request_file must have
+    original: ClassVar[str | None] = None  # of a judge trained on a wording: what `vlmrm rewards record` calls it
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -96,6 +104,8 @@ class SampleJudge(BaseRewardModel):
         self.settings, self.request = read_sample_settings(self.Settings, config, self.shown)
         self.deterministic = self.settings.temperature == 0
         self.client = JudgeClient(self.settings)
+        if self.request is None and self.original is not None:
+            logger.warning(OWN_WORDS, config.name, self.original)
 
     def __call__(  # ty: ignore[incompatible-method-override]
         self,
@@ -177,6 +187,10 @@ class Judge(SampleJudge, PointwiseRewardModel):
             pictures = {"image": shown_frames(sample, self.settings.max_frames), "source": sample.sources or ()}
             return self.request.question(sample.prompt, pictures)
         return chat_question(self.settings, *self.chat(sample), self.parameters())
+
+    def reward_in(self, reply: str) -> float:
+        """Return the reward in the text of a reply to one image; raise RewardError when it has none."""
+        return self.verdict(Reply(text=reply), JudgeSample("")).reward
 
     def _mean(self, replies: Sequence[Reply | RewardError], sample: JudgeSample) -> Verdict:
         """Return the mean of the rewards in all replies, and what the audit log says of them."""

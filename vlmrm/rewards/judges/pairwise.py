@@ -125,8 +125,15 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
 
     def _read(self, reply: Reply) -> float:
         begins = check_complete(reply, self.settings.max_tokens)
-        if (credit := read_winner(reply.text)) is None:
-            raise RewardError(f"the reply names no winner; {begins}")
+        try:
+            return self.reward_in(reply.text)
+        except RewardError as error:
+            raise RewardError(f"{error}; {begins}") from error
+
+    def reward_in(self, reply: str) -> float:
+        """Return the credit of the first in the text of a reply; raise RewardError when it names no winner."""
+        if (credit := read_winner(reply)) is None:
+            raise RewardError("the reply names no winner")
         return credit
 
 

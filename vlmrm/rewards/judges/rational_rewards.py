@@ -78,6 +78,7 @@ class RationalRewardsT2I(Judge):
 
     Settings = T2ISettings
     settings: T2ISettings
+    original = "rational_rewards_t2i"
     aspects: ClassVar[tuple[str, ...]] = ("text_faithfulness", "physical_quality", "text_rendering")
     subject: ClassVar[str] = "generated image"
 
@@ -116,6 +117,7 @@ class RationalRewardsEdit(RationalRewardsT2I):
     """The same for an edited image beside its source, with image faithfulness as a fourth aspect."""
 
     Settings = EditSettings
+    original = "rational_rewards_edit"
     shown = ("image", "source")
     aspects = ("text_faithfulness", "image_faithfulness", "physical_quality", "text_rendering")
     subject = "edited image"

@@ -51,6 +51,7 @@ class UnifiedReward(Judge):
 
     Settings = UnifiedRewardSettings
     settings: UnifiedRewardSettings
+    original = "unified_reward_2"
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
         template = IMAGE if sample.video is None else VIDEO
