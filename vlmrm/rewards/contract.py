@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 import numpy as np
 from pydantic import Field, SecretStr
 
-from vlmrm.errors import ConfigError
+from vlmrm.errors import ConfigError, RewardError
 from vlmrm.files import read_wording
 from vlmrm.libraries import parse_device, parse_dtype
 from vlmrm.settings import Strict, validate
@@ -149,6 +150,15 @@ def _torch() -> Any:
     return importlib.import_module("torch") if find_spec("torch") else None
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """What a reward model says of one sample: a reward, details for the audit log, and why there is none."""
+
+    reward: float = math.nan
+    details: Mapping[str, Any] = field(default_factory=dict)
+    failure: str | None = None
+
+
 @dataclass
 class RewardModelOutput:
     """The rewards of one call, in the order of the samples.
@@ -159,6 +169,25 @@ class RewardModelOutput:
     rewards: torch.Tensor | np.ndarray | list[float]  # one finite number a sample: [N]
     extra_info: dict[str, Any] | None = None  # details for the audit log, where a list of N is split by sample
     failures: Mapping[int, str] = field(default_factory=dict)  # why samples, by index, have none: numbers are ignored
+
+    @classmethod
+    def of(cls, verdicts: Sequence[Verdict]) -> RewardModelOutput:
+        """Return the verdicts on all samples of a call as its output."""
+        names = dict.fromkeys(name for verdict in verdicts for name in verdict.details)
+        info = {name: [verdict.details.get(name) for verdict in verdicts] for name in names}
+        failures = {index: it.failure for index, it in enumerate(verdicts) if it.failure is not None}
+        return cls([verdict.reward for verdict in verdicts], info, failures)
+
+    @classmethod
+    def each(cls, judge: Callable[..., Verdict], *columns: Sequence[Any]) -> RewardModelOutput:
+        """Return the output by a call of `judge` with each sample; one for which it raises RewardError fails."""
+        verdicts = []
+        for values in zip(*columns, strict=True):
+            try:
+                verdicts.append(judge(*values))
+            except RewardError as error:
+                verdicts.append(Verdict(failure=str(error)))
+        return cls.of(verdicts)
 
 
 def choice(arguments: RewardArguments, name: str, default: str, choices: tuple[str, ...]) -> str:

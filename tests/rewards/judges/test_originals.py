@@ -31,7 +31,7 @@ def test_a_judge_asks_in_the_words_of_its_checkout(server, judge, picture, tmp_p
     server.behave = lambda *_: completion('{"score": [20, 15]}')
 
     output = judge("edit_score", **{setting: str(path) for setting, path in files.items()})(
-        ["make it {image}"], [picture], [[picture]]
+        ["make it {image}"], [picture], condition_images=[[picture]]
     )
 
     assert output.rewards == pytest.approx([6.0]) and "run" not in capfd.readouterr().out and not caplog.records

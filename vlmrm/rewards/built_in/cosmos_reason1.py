@@ -14,7 +14,7 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from vlmrm.errors import CheckpointError, RewardError
 from vlmrm.modeling.attention import resolve_attention
 from vlmrm.modeling.published_weights import pretrained
-from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, Verdict
 
 MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
 MOST_FRAMES = 160  # longer videos are subsampled evenly
@@ -85,22 +85,11 @@ class CosmosReason1(PointwiseRewardModel):
             raise RewardError("a sample has both an image and a video, or neither: give it one of them.")
         videos = video if video is not None else [[picture, picture] for picture in image or ()]
         rates = fps or [self.config.extra_kwargs.get("fps")] * len(prompt)
-        rewards, failures, logits = [], {}, []
-        for index, (text, frames, rate) in enumerate(zip(prompt, videos, rates, strict=True)):
-            try:
-                yes, no = self._logits(text, frames, rate)
-            except RewardError as error:
-                failures[index] = str(error)
-                rewards.append(0.0)
-                logits.append(None)
-                continue
-            rewards.append(float(torch.tensor(no - yes, dtype=torch.float64).sigmoid()))
-            logits.append({"yes": yes, "no": no})
-        return RewardModelOutput(rewards, extra_info={"logits": logits}, failures=failures)
+        return RewardModelOutput.each(self._verdict, prompt, videos, rates)
 
     @torch.no_grad()
-    def _logits(self, prompt: str, frames: Sequence[Image.Image], fps: float | None) -> tuple[float, float]:
-        """Return the logits of Yes and No of one sample; batches of one, so that no sample affects another."""
+    def _verdict(self, prompt: str, frames: Sequence[Image.Image], fps: float | None) -> Verdict:
+        """Return the reward of one sample; batches of one, so that no sample affects another."""
         indices, interval = thinned(len(frames))
         if fps is None and len(indices) > 2:
             raise RewardError("the frame rate of its video is unknown: set fps, or give a column fps")
@@ -134,7 +123,9 @@ class CosmosReason1(PointwiseRewardModel):
             return_tensors="pt",
         ).to(self.device)
         last = self.model(**inputs, logits_to_keep=1).logits[0, -1].float()
-        return float(last[self.yes]), float(last[self.no])
+        yes, no = float(last[self.yes]), float(last[self.no])
+        reward = float(torch.tensor(no - yes, dtype=torch.float64).sigmoid())
+        return Verdict(reward, {"logits": {"yes": yes, "no": no}})
 
 
 def thinned(frames: int) -> tuple[list[int], int]:

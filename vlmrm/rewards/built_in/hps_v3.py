@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from vlmrm.conversation import Image as ImagePart
 from vlmrm.errors import CheckpointError
 from vlmrm.modeling.published_weights import read_weights, shared
 from vlmrm.rewards.built_in.reward_tokens import RewardTokenReader, published_template, question
-from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, Verdict
 
 FILE = "HPSv3.safetensors"
 TOKEN = "<|Reward|>"
@@ -54,14 +53,12 @@ class HPSv3(PointwiseRewardModel):
             question(ImagePart(fetch_image({"image": picture, **limits})), self.template, text)
             for text, picture in zip(prompt, image, strict=True)
         ]
-        rewards, spread, failures = [], [], {}
-        for index, numbers in enumerate(self.reader.read(questions, self.config.batch_size)):
-            if isinstance(numbers, str):
-                failures[index] = numbers
-            mu, log_sigma = (math.nan, math.nan) if isinstance(numbers, str) else numbers[0]
-            rewards.append(mu)
-            spread.append(log_sigma)
-        return RewardModelOutput(rewards=rewards, extra_info={"log_sigma": spread}, failures=failures)
+        return RewardModelOutput.of(self.reader.verdicts(questions, self.config.batch_size, _verdict))
+
+
+def _verdict(numbers: list[list[float]]) -> Verdict:
+    [[mu, log_sigma]] = numbers
+    return Verdict(mu, {"log_sigma": log_sigma})
 
 
 def _load(path: str, base: str, dtype: torch.dtype, device: torch.device) -> RewardTokenReader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from vlmrm.modeling.manifest import read_json_of
 from vlmrm.modeling.published_weights import lora_merged, lora_scale, read_weights, shared
 from vlmrm.rendering import ProcessedMedia, Renderer
 from vlmrm.rewards.built_in.reward_tokens import RewardTokenReader, published_template, question
-from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, choice
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, Verdict, choice
 
 CONFIG, FILE = "model_config.json", "checkpoint-11352/model.pth"
 DIMENSIONS = ("VQ", "MQ", "TA")
@@ -73,27 +72,21 @@ class VideoAlign(PointwiseRewardModel):
         rates: list[Any] = fps or [self.video_fps] * len(prompt)
         if not all(map(_is_rate, rates)):
             raise RewardError("the frame rate of its video is unknown: set video_fps, or give a column fps.")
-        data, norm = self.published["data_config"], self.published["inference_config"]
+        data = self.published["data_config"]
         limits = {"min_pixels": MIN_PIXELS, "max_pixels": data["max_frame_pixels"]}
         questions = []
         for text, clip, rate in zip(prompt, video, rates, strict=True):
             frames: Any = sampled(clip, rate, data["fps"])
             questions.append(question(Video(frames, VideoOptions(**limits)), self.template, text))
-        scores, failures = [], {}
-        for index, result in enumerate(self.reader.read(questions, self.config.batch_size)):
-            if isinstance(result, str):
-                failures[index] = result
-            numbers = [[math.nan]] * 3 if isinstance(result, str) else result
-            by_dimension = {
-                name: (number - norm[f"{name}_mean"]) / norm[f"{name}_std"]
-                for name, [number] in zip(DIMENSIONS, numbers, strict=True)
-            }
-            scores.append({**by_dimension, "overall": sum(by_dimension.values())})
-        return RewardModelOutput(
-            rewards=[score[self.dimension] for score in scores],
-            extra_info={name: [score[name] for score in scores] for name in DIMENSIONS},
-            failures=failures,
-        )
+        return RewardModelOutput.of(self.reader.verdicts(questions, self.config.batch_size, self._verdict))
+
+    def _verdict(self, numbers: list[list[float]]) -> Verdict:
+        norm = self.published["inference_config"]
+        scores = {
+            name: (number - norm[f"{name}_mean"]) / norm[f"{name}_std"]
+            for name, [number] in zip(DIMENSIONS, numbers, strict=True)
+        }
+        return Verdict({**scores, "overall": sum(scores.values())}[self.dimension], scores)
 
 
 class FrameRenderer(Renderer):

@@ -31,6 +31,7 @@ from vlmrm.rewards.contract import (
     Processes,
     RewardArguments,
     RewardModelOutput,
+    Verdict,
     choice,
 )
 from vlmrm.rewards.judges.replies import without_thinking
@@ -176,29 +177,25 @@ class _TrainedReward(BaseRewardModel):
         named = {name: column for name, column in columns.items() if column}
         conversations: dict[int, Conversation] = {}
         scores: dict[int, float] = {}
-        failures: dict[int, str] = {}
+        verdicts = [Verdict() for _ in prompt]
         for index, values in enumerate(zip(*named.values(), strict=True)):
             try:
                 sample = read_sample(dict(zip(named, values, strict=True)))
                 conversations[index] = self.policy.judged(sample_to_conversation(sample, self.template))
             except RowError as error:
-                failures[index] = error.reason
+                verdicts[index] = Verdict(failure=error.reason)
         valid = list(conversations.values())
         outcomes = once_each((messages_key(it.messages) for it in valid), valid, self.loaded.score_each)
         for index, score in zip(conversations, outcomes, strict=True):
             if not isinstance(score, RowError):
                 score = finite_or_error(score)  # a user's own scorer may return NaN
             if isinstance(score, RowError):
-                failures[index] = score.reason
+                verdicts[index] = Verdict(failure=score.reason)
             else:
                 scores[index] = score
-        rewards = dict(zip(scores, self.transform(list(scores.values())).tolist(), strict=True))
-        indices = range(len(prompt))
-        return RewardModelOutput(
-            rewards=[rewards.get(index, float("nan")) for index in indices],
-            extra_info={"score": [scores.get(index) for index in indices]},
-            failures=failures,
-        )
+        for (index, score), reward in zip(scores.items(), self.transform([*scores.values()]).tolist(), strict=True):
+            verdicts[index] = Verdict(reward, {"score": score})
+        return RewardModelOutput.of(verdicts)
 
 
 class VlmReward(_TrainedReward, PointwiseRewardModel):

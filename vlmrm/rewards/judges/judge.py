@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import statistics
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, ClassVar, TypeVar
 
@@ -15,7 +14,14 @@ from PIL import Image
 from pydantic import Field
 
 from vlmrm.errors import ConfigError, MediaError, RewardError
-from vlmrm.rewards.contract import BaseRewardModel, PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput
+from vlmrm.rewards.contract import (
+    BaseRewardModel,
+    PointwiseRewardModel,
+    Processes,
+    RewardArguments,
+    RewardModelOutput,
+    Verdict,
+)
 from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, Malformed, check_not_denied, read_settings
 from vlmrm.rewards.judges.replies import Question, Reply, expected_reward
 from vlmrm.rewards.judges.request_file import RequestFile, read_request_file
@@ -66,14 +72,6 @@ class ScoreSettings(SampleSettings):
 
 
 Settings = TypeVar("Settings", bound=SampleSettings)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The reward in a reply; `details` go to the audit log with the reply itself."""
-
-    reward: float
-    details: dict[str, Any] = field(default_factory=dict)
 
 
 def judge_samples(prompt: Sequence[str], *media: Sequence[Any] | None) -> list[JudgeSample]:
@@ -155,38 +153,41 @@ class Judge(SampleJudge, PointwiseRewardModel):
         return isinstance(self.settings, ScoreSettings) and self.settings.expected_score
 
     def judged(self, samples: Sequence[JudgeSample]) -> RewardModelOutput:
-        questions: dict[int, Question] = {}
-        failures: dict[int, str] = {}
+        verdicts: list[Verdict] = []
+        questions: dict[int, list[Question]] = {}
         for index, sample in enumerate(samples):
             try:
-                questions[index] = self._question(sample)
+                questions[index] = self.questions(sample) * self.settings.replies
+                verdicts.append(Verdict())
             except (MediaError, RewardError) as error:
-                failures[index] = str(error)
-        rewards = [math.nan] * len(samples)
-        info: list[dict[str, Any]] = [{} for _ in samples]
-        asked = {question.key: samples[index] for index, question in questions.items()}
-        count = self.settings.replies
-        several = [question for question in questions.values() for _ in range(count)]
+                verdicts.append(Verdict(failure=str(error)))
+        asked = {question.key: samples[index] for index, of_sample in questions.items() for question in of_sample}
+        several = [question for of_sample in questions.values() for question in of_sample]
         replies = self.client.ask(several, lambda question, reply: self._read(reply, asked[question.key]))
         check_not_denied(replies)
         remaining = iter(replies)
-        for index in questions:
+        for index, of_sample in questions.items():
             try:
-                verdict = self._mean([next(remaining) for _ in range(count)], samples[index])
+                verdicts[index] = self._mean([next(remaining) for _ in of_sample], samples[index])
             except RewardError as error:
-                failures[index] = str(error)
-                info[index] |= {"reply": error.reply.text} if isinstance(error, Malformed) else {}
-                continue
-            rewards[index] = verdict.reward
-            info[index] |= verdict.details
-        names = list(dict.fromkeys(name for details in info for name in details))
-        return RewardModelOutput(rewards, {name: [details.get(name) for details in info] for name in names}, failures)
+                details = {"reply": error.reply.text} if isinstance(error, Malformed) else {}
+                verdicts[index] = Verdict(details=details, failure=str(error))
+        return RewardModelOutput.of(verdicts)
 
-    def _question(self, sample: JudgeSample) -> Question:
+    def questions(self, sample: JudgeSample) -> list[Question]:
+        """Return what the judge is asked of a sample; raise RewardError where the sample lacks some of it."""
         if self.request is not None:
-            pictures = {"image": shown_frames(sample, self.settings.max_frames), "source": sample.sources or ()}
-            return self.request.question(sample.prompt, pictures)
-        return chat_question(self.settings, *self.chat(sample), self.parameters())
+            pictures = {"image": self.frames(sample), "source": sample.sources or ()}
+            return [self.request.question(sample.prompt, pictures)]
+        return [self.asked(*self.chat(sample))]
+
+    def asked(self, system: str, parts: Parts) -> Question:
+        """Return a question in the wording of this project."""
+        return chat_question(self.settings, system, parts, self.parameters())
+
+    def combined(self, verdicts: Sequence[Verdict]) -> Verdict:
+        """Return the reward by the verdicts in the replies to all questions of a sample."""
+        return verdicts[0]
 
     def reward_in(self, reply: str) -> float:
         """Return the reward in the text of a reply to one image; raise RewardError when it has none."""
@@ -194,14 +195,16 @@ class Judge(SampleJudge, PointwiseRewardModel):
 
     def _mean(self, replies: Sequence[Reply | RewardError], sample: JudgeSample) -> Verdict:
         """Return the mean of the rewards in all replies, and what the audit log says of them."""
-        verdicts = []
+        read, texts = [], []
         for reply in replies:
             if isinstance(reply, RewardError):
                 raise reply
-            verdicts.append(self._read(reply, sample))
-        texts = [reply.text for reply in replies if isinstance(reply, Reply)]
-        if len(texts) == 1:
-            return Verdict(verdicts[0].reward, {"reply": texts[0], **verdicts[0].details})
+            read.append(self._read(reply, sample))
+            texts.append(reply.text)
+        size = len(replies) // self.settings.replies  # one reply to each question
+        verdicts = [self.combined(read[start : start + size]) for start in range(0, len(read), size)]
+        if len(verdicts) == 1:
+            return Verdict(verdicts[0].reward, {"reply": texts[0] if size == 1 else texts, **verdicts[0].details})
         rewards = [verdict.reward for verdict in verdicts]
         details = {name: [verdict.details[name] for verdict in verdicts] for name in verdicts[0].details}
         spread = {"rewards": rewards, "spread": statistics.stdev(rewards)}
@@ -220,9 +223,13 @@ class Judge(SampleJudge, PointwiseRewardModel):
         )
         return Verdict(expected, {"written": written.reward, **written.details})
 
+    def frames(self, sample: JudgeSample) -> list[Image.Image]:
+        """Return the sample's image, or frames of its video."""
+        return shown_frames(sample, self.settings.max_frames)
+
     def media(self, sample: JudgeSample) -> Parts:
         """Return the sample's image, or frames of its video, as parts of a message."""
-        return [image_part(picture) for picture in shown_frames(sample, self.settings.max_frames)]
+        return [image_part(picture) for picture in self.frames(sample)]
 
 
 def check_complete(reply: Reply, max_tokens: int, cut_off: Sequence[str] = CUT_OFF) -> str:

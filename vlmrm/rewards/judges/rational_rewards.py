@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from vlmrm.errors import ConfigError, RewardError
-from vlmrm.rewards.contract import Processes, RewardArguments
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, Verdict, fence, source_part, text_part
+from vlmrm.rewards.contract import Processes, RewardArguments, Verdict
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, fence, source_part, text_part
 from vlmrm.rewards.judges.replies import NOT_APPLICABLE, Reply, read_score, without_thinking
 
 TITLES = {

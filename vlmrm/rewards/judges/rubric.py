@@ -13,12 +13,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from vlmrm.errors import RewardError
-from vlmrm.rewards.contract import Processes, RewardArguments
+from vlmrm.rewards.contract import Processes, RewardArguments, Verdict
 from vlmrm.rewards.judges.judge import (
     Judge,
     JudgeSample,
     ScoreSettings,
-    Verdict,
     fence,
     image_part,
     json_object,

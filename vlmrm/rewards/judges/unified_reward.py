@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from vlmrm.errors import RewardError
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, Verdict, fence, text_part
+from vlmrm.rewards.contract import Verdict
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, fence, text_part
 from vlmrm.rewards.judges.replies import Reply, read_score, without_thinking
 
 IMAGE = """A text caption and an image that was generated from it are given. Evaluate the image by two criteria:

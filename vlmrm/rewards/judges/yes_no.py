@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from vlmrm.errors import RewardError
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, Verdict, fence, text_part
+from vlmrm.rewards.contract import Verdict
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, fence, text_part
 from vlmrm.rewards.judges.replies import Reply
 
 QUALITY = (

@@ -11,8 +11,8 @@ from PIL import Image
 from pydantic import Field
 
 from vlmrm.errors import RewardError
-from vlmrm.rewards.contract import RewardModelOutput
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, Verdict, fence, text_part
+from vlmrm.rewards.contract import RewardModelOutput, Verdict
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, fence, text_part
 from vlmrm.rewards.judges.replies import Reply, read_score, without_thinking
 from vlmrm.rewards.samples import to_pil
 from vlmrm_robots.rewards.trajectory_model import frames_of_samples
