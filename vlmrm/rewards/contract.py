@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
 
 Processes: TypeAlias = "Accelerator | PartialState | None"
+PLACEHOLDER = "{text_prompt}"  # of the prompt in a template_file
 CREDENTIALS = re.compile(r"://[^/?#\s'\"]*@")  # of an address
 
 _Range = Annotated[list[float], Field(min_length=2, max_length=2)]  # lowest and highest
@@ -288,9 +289,11 @@ class GroupwiseRewardModel(BaseRewardModel):
     """
 
 
-def read_template(config: RewardArguments, path: str, *placeholders: str) -> str:
-    """Return the text of a file that has each of the `placeholders` once.
+def read_template(config: RewardArguments, *placeholders: str) -> str | None:
+    """Return the text of the file `template_file`, with the prompt's place and each of `placeholders` once.
 
-    So a reward reads wording that vlmrm does not contain: its setting `template_file`.
+    So a reward reads wording that vlmrm does not contain. None where no file is named.
     """
-    return read_wording(path, f"reward {config.name}: template_file {path}", *placeholders)
+    if (path := config.extra_kwargs.get("template_file")) is None:
+        return None
+    return read_wording(path, f"reward {config.name}: template_file {path}", PLACEHOLDER, *placeholders)

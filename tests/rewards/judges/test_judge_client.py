@@ -240,7 +240,7 @@ def test_a_server_that_refuses_response_format_is_asked_without_and_it_is_said_o
     assert caplog.text.count("does not take response_format") == 1
 
 
-# Keys, addresses, cost -----------------------------------------------------------------------------------------------
+# Keys and addresses --------------------------------------------------------------------------------------------------
 
 
 def test_the_key_reaches_the_server_and_nobody_else(server, picture, monkeypatch, tmp_path, caplog):

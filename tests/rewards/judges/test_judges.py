@@ -259,7 +259,7 @@ def test_an_instruction_in_the_prompt_stays_inside_the_fence(server, judge, pict
 def test_in_a_reward_set_a_failed_judgement_is_masked_and_audited(server, picture, tmp_path):
     server.behave = lambda body, number: completion("Final Score: 4" if "dog" in json.dumps(body) else "Lovely!")
     settings = {"reward_model": "Unified_Reward", "api_base_url": server.url, "malformed_retries": 0}
-    settings |= {"name": "it", "on_failure": "mask", "async_reward": True, "prompt_price": 3.0}
+    settings |= {"name": "it", "on_failure": "mask", "async_reward": True}
     rewards = RewardSet(settings, audit_log=tmp_path / "audit.jsonl")
     scored = rewards(prompt=["a cat", "a dog"], image=[picture, picture])
     rewards.close()
@@ -269,7 +269,6 @@ def test_in_a_reward_set_a_failed_judgement_is_masked_and_audited(server, pictur
     assert "no Final Score" in lines[0]["error"] and lines[1]["error"] is None
     metrics = scored.metrics()
     assert metrics["rewards/it/failures"] == 1 and metrics["rewards/it/calls"] == 2
-    assert metrics["rewards/it/cost"] == pytest.approx(200 * 3 / 1e6)
 
 
 def test_judges_of_one_set_are_asked_at_the_same_time(server, picture):

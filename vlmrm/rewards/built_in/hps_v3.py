@@ -39,7 +39,7 @@ class HPSv3(PointwiseRewardModel):
 
     def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
-        self.template = published_template(config, [TOKEN])
+        self.template = published_template(config, "hpsv3", TOKEN)
         path = str(config.extra_kwargs.get("model_name_or_path", "MizzenAI/HPSv3"))
         base = str(config.extra_kwargs.get("base_name_or_path", "Qwen/Qwen2-VL-7B-Instruct"))
         self.reader = shared(_load, path, base, self.dtype, self.device)

@@ -16,9 +16,8 @@ from vlmrm.conversation import Conversation, Medium, Message
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.modeling.published_weights import load_exactly, pretrained
 from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
-from vlmrm.rewards.contract import RewardArguments, Verdict, read_template
+from vlmrm.rewards.contract import PLACEHOLDER, RewardArguments, Verdict, read_template
 
-PLACEHOLDER = "{text_prompt}"
 EMBEDDINGS = "backbone.language_model.embed_tokens.weight"
 
 # Names of transformers before 4.52 and since → those of `RewardTokenModel`, the first that fits.
@@ -114,15 +113,14 @@ class RewardTokenReader:
         return rendered
 
 
-def published_template(config: RewardArguments, tokens: Sequence[str]) -> str:
+def published_template(config: RewardArguments, original: str, *tokens: str) -> str:
     """Return the instruction that the weights were trained with, from the file `template_file`."""
-    path = config.extra_kwargs.get("template_file")
-    if path is None:
+    if (template := read_template(config, *tokens)) is None:
         raise ConfigError(
-            f"reward {config.name} has no template_file: save the instruction of the published code as a text, "
-            f"with {PLACEHOLDER} where the prompt goes; docs/rewards.md says how."
+            f"reward {config.name} has no template_file, its published instruction: `vlmrm rewards record "
+            f"{original}` writes it."
         )
-    return read_template(config, path, PLACEHOLDER, *tokens)
+    return template
 
 
 def question(medium: Medium, template: str, prompt: str) -> Conversation:

@@ -52,7 +52,7 @@ class VideoAlign(PointwiseRewardModel):
     def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         extra = config.extra_kwargs
-        self.template = published_template(config, TOKENS)
+        self.template = published_template(config, "videoalign", *TOKENS)
         self.dimension = choice(config, "dimension", "overall", ("overall", *DIMENSIONS))
         self.video_fps = extra.get("video_fps")
         if self.video_fps is not None and not _is_rate(self.video_fps):

@@ -65,10 +65,6 @@ class JudgeSettings(BaseModel):
     """Replies kept in memory."""
     cache_dir: str | None = None
     """Folder that keeps replies across runs."""
-    prompt_price: float = Field(0.0, ge=0)
-    """Price of a million prompt tokens."""
-    completion_price: float = Field(0.0, ge=0)
-    """Price of a million completion tokens."""
 
     def key(self) -> str:
         """Return the API key, or `NO_KEY`; raise ConfigError when the environment variable is not set."""
@@ -116,7 +112,7 @@ class JudgeClient:
     def __init__(self, settings: JudgeSettings):
         self.settings = settings
         self.cache = ReplyCache(settings.max_cache_size, settings.cache_dir)
-        self.usage = Usage(settings.prompt_price, settings.completion_price)
+        self.usage = Usage()
         self.takes_response_format = True  # until the server refuses one
         # One connection more than calls, so that whether the server lives can always be asked.
         most = settings.max_concurrent + 1
@@ -255,10 +251,8 @@ def check_not_denied(replies: Sequence[object]) -> None:
 
 @dataclass
 class Usage:
-    """Counts of one judge in this process; prices are for a million tokens, in any currency."""
+    """Counts of one judge in this process."""
 
-    prompt_price: float = 0.0
-    completion_price: float = 0.0
     calls: int = 0  # HTTP requests
     retries: int = 0  # those after one that failed
     malformed: int = 0  # replies asked for again
@@ -272,8 +266,3 @@ class Usage:
         with self._lock:
             for name, count in counts.items():
                 setattr(self, name, getattr(self, name) + count)
-
-    @property
-    def cost(self) -> float:
-        """Return the price of all tokens so far."""
-        return (self.prompt_tokens * self.prompt_price + self.completion_tokens * self.completion_price) / 1e6

@@ -119,7 +119,7 @@ class SampleJudge(BaseRewardModel):
         """Return the rewards of the samples of a call."""
 
     def counters(self) -> dict[str, float]:
-        names = ("calls", "retries", "malformed", "cache_hits", "prompt_tokens", "completion_tokens", "cost")
+        names = ("calls", "retries", "malformed", "cache_hits", "prompt_tokens", "completion_tokens")
         return {name: getattr(self.client.usage, name) for name in names}
 
 

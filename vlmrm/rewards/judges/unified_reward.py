@@ -7,6 +7,7 @@ from typing import Any
 
 from vlmrm.errors import RewardError
 from vlmrm.rewards.contract import Verdict
+from vlmrm.rewards.judges.edit_score import read_scores
 from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, fence, text_part
 from vlmrm.rewards.judges.replies import Reply, read_score, without_thinking
 
@@ -31,9 +32,6 @@ SEVERAL = re.compile(
     r"\b(?P<name>Alignment|Coherence|Physics|Style)[ \t]+Score[\s*_]*(?:\([^)]{0,40}\)[\s*_]*)?(?::|：)(?P<value>.*)",
     re.IGNORECASE,
 )
-# UnifiedReward-Edit: JSON that no parser takes, as its form ends in a comma.
-PAIR = re.compile(r'"score"\s*:\s*\[\s*(?P<first>[-+.\d]{1,20})\s*,\s*(?P<second>[-+.\d]{1,20})\s*,?\s*\]')
-EDIT_BEST = 25.0
 
 
 class UnifiedRewardSettings(ScoreSettings):
@@ -78,19 +76,16 @@ class UnifiedReward(Judge):
 
 def _without_final(text: str) -> Verdict:
     """Return the verdict in the forms of UnifiedReward 2.0 and UnifiedReward-Edit."""
-    pairs = list(PAIR.finditer(text))
-    aspects = {match["name"].title(): match["value"] for match in SEVERAL.finditer(text)}
-    worst, best = (0.0, EDIT_BEST) if pairs else (1.0, 5.0)
-    values = dict(pairs[-1].groupdict()) if pairs else aspects
-    scores = {name: read_score(value, best) for name, value in values.items()}
-    for name, score in scores.items():
-        if not isinstance(score, float) or not worst <= score <= best:
-            raise RewardError(
-                f"its {name} score is {values[name].strip()[:40]!r}, no number from {worst:g} to {best:g}"
-            )
-    numbers = [score for score in scores.values() if isinstance(score, float)]
-    if pairs:
-        return Verdict(min(numbers), {"aspects": numbers})
-    if len(numbers) < 2:
+    values = {match["name"].title(): match["value"] for match in SEVERAL.finditer(text)}
+    if '"score"' in text and not values:
+        scores = read_scores(text)
+        return Verdict(min(scores), {"aspects": scores})
+    aspects = {}
+    for name, value in values.items():
+        score = read_score(value, 5.0)
+        if not isinstance(score, float) or not 1 <= score <= 5:
+            raise RewardError(f"its {name} score is {value.strip()[:40]!r}, no number from 1 to 5")
+        aspects[name] = score
+    if len(aspects) < 2:
         raise RewardError("the reply has no Final Score, nor the several scores of UnifiedReward 2.0")
-    return Verdict(sum(numbers) / len(numbers), {"aspects": scores})
+    return Verdict(sum(aspects.values()) / len(aspects), {"aspects": aspects})
