@@ -209,41 +209,6 @@ def test_a_sample_fails_with_one_of_its_replies_and_several_need_a_temperature(s
         judge(replies=2)
 
 
-def spoken(*tokens: str | tuple[str, dict[str, float]]):
-    """A completion token by token; a token with what might have been there has its probabilities."""
-    content = []
-    for token in tokens:
-        text, chances = token if isinstance(token, tuple) else (token, {token: 1.0})
-        top = [{"token": other, "logprob": math.log(chance)} for other, chance in chances.items()]
-        content.append({"token": text, "logprob": 0.0, "top_logprobs": top})
-    text = "".join(entry["token"] for entry in content)
-    choice = {"finish_reason": "stop", "message": {"content": text}, "logprobs": {"content": content}}
-    return 200, {}, json.dumps({"choices": [choice]})
-
-
-@pytest.mark.parametrize(
-    ("tokens", "reward"),
-    [
-        (["Final", " Score: ", ("4", {"4": 0.6, "3": 0.3, "5": 0.1})], 4 * 0.6 + 3 * 0.3 + 5 * 0.1),
-        # What is off the scale, or no number, is no score; the rest is what there is.
-        (["Final Score:", (" 4", {" 4": 0.6, " 2": 0.2, " 9": 0.1, " four": 0.1})], (4 * 0.6 + 2 * 0.2) / 0.8),
-        (["Final Score: ", ("3", {"3": 0.5, "4": 0.5}), ".", ("5", {"5": 0.5, "7": 0.5})], 4.1),
-        (["1", " </think> Final Score: ", ("3", {"3": 0.75, "4": 0.25})], 3.25),
-    ],
-)
-def test_a_score_is_expected_over_the_digits_that_might_have_been_written(server, judge, picture, tokens, reward):
-    server.behave = lambda *_: spoken(*tokens)
-    output = judge(expected_score=True)(prompt=["a cat"], image=[picture])
-    assert output.rewards == pytest.approx([reward])
-    [body] = server.bodies
-    assert body["logprobs"] is True and body["top_logprobs"] == 20
-
-
-def test_a_score_of_two_tokens_is_expected(server, judge, picture):
-    server.behave = lambda *_: spoken("Final Score: ", ("1", {"1": 0.5, "8": 0.5}), ("0", {"0": 1.0}))
-    assert judge(expected_score=True)(prompt=["a cat"], video=[[picture]]).rewards == pytest.approx([9.0])
-
-
 # All of them ---------------------------------------------------------------------------------------------------------
 
 

@@ -23,14 +23,13 @@ from vlmrm.rewards.contract import (
     Verdict,
 )
 from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, Malformed, check_not_denied, read_settings
-from vlmrm.rewards.judges.replies import Question, Reply, expected_reward
+from vlmrm.rewards.judges.replies import Question, Reply
 from vlmrm.rewards.judges.request_file import RequestFile, read_request_file
 from vlmrm.rewards.pictures import data_uri
 
 logger = logging.getLogger("vlmrm")
 
 Parts = list[dict[str, Any]]  # of a message
-LIKELIEST = 20  # tokens whose log-probabilities are asked for
 WORDING = ("question", "send_prompt", "top_logprobs")  # settings of what a request_file writes itself
 OWN_WORDS = (
     "reward %s asks in vlmrm's own words, and its judge was trained on others: `vlmrm rewards record %s` writes those "
@@ -62,13 +61,6 @@ class SampleSettings(JudgeSettings):
     """File with a whole request: it decides the wording, the model and the parameters."""
     replies: int = Field(1, ge=1)
     """Replies to each sample, whose mean reward counts; several need a temperature above 0."""
-
-
-class ScoreSettings(SampleSettings):
-    """The settings of judges that write scores."""
-
-    expected_score: bool = False
-    """Take the expectation over the digits' probabilities, which the server must send."""
 
 
 Settings = TypeVar("Settings", bound=SampleSettings)
@@ -146,11 +138,7 @@ class Judge(SampleJudge, PointwiseRewardModel):
 
     def parameters(self) -> dict[str, Any]:
         """Return more parameters of a call."""
-        return {"logprobs": True, "top_logprobs": LIKELIEST} if self._expects else {}
-
-    @property
-    def _expects(self) -> bool:
-        return isinstance(self.settings, ScoreSettings) and self.settings.expected_score
+        return {}
 
     def judged(self, samples: Sequence[JudgeSample]) -> RewardModelOutput:
         verdicts: list[Verdict] = []
@@ -213,15 +201,9 @@ class Judge(SampleJudge, PointwiseRewardModel):
     def _read(self, reply: Reply, sample: JudgeSample) -> Verdict:
         begins = check_complete(reply, self.settings.max_tokens, self.cut_off)
         try:
-            written = self.verdict(reply, sample)
+            return self.verdict(reply, sample)
         except RewardError as error:
             raise RewardError(f"{error}; {begins}") from error
-        if not self._expects:
-            return written
-        expected = expected_reward(
-            reply, lambda text: self.verdict(reply.model_copy(update={"text": text}), sample).reward
-        )
-        return Verdict(expected, {"written": written.reward, **written.details})
 
     def frames(self, sample: JudgeSample) -> list[Image.Image]:
         """Return the sample's image, or frames of its video."""

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.rewards.contract import Processes, RewardArguments, Verdict
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, fence, source_part, text_part
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, fence, source_part, text_part
 from vlmrm.rewards.judges.replies import NOT_APPLICABLE, Reply, read_score, without_thinking
 
 TITLES = {
@@ -57,7 +57,7 @@ NUMBERED = re.compile(r"^[\s#*_>-]*\d+\s*[.):]")
 Score = float | str | None
 
 
-class T2ISettings(ScoreSettings):
+class T2ISettings(SampleSettings):
     vlm_model: str = "RationalRewards-8B-T2I"
     temperature: float = Field(0.1, ge=0)
     aspects: list[str] | None = None

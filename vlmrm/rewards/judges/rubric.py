@@ -17,7 +17,7 @@ from vlmrm.rewards.contract import Processes, RewardArguments, Verdict
 from vlmrm.rewards.judges.judge import (
     Judge,
     JudgeSample,
-    ScoreSettings,
+    SampleSettings,
     fence,
     image_part,
     json_object,
@@ -36,7 +36,7 @@ number on that aspect's scale, or "N/A" where the aspect does not apply:
 {form}"""
 
 
-class RubricSettings(ScoreSettings):
+class RubricSettings(SampleSettings):
     rubric: str = Field(min_length=1)
     """The YAML file."""
 
@@ -60,7 +60,7 @@ class RubricJudge(Judge):
         # `_score` checks the scales, as not every server supports bounds of numbers.
         score = {"anyOf": [{"type": "number"}, {"type": "string", "enum": [NOT_APPLICABLE]}]}
         aspect = json_object({"justification": {"type": "string"}, "score": score})
-        return {**super().parameters(), **json_reply({each.name: aspect for each in self.rubric.aspects})}
+        return json_reply({each.name: aspect for each in self.rubric.aspects})
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
         sources = [part for source in sample.sources or () for part in (text_part("Made from:"), image_part(source))]

@@ -8,7 +8,7 @@ from typing import Any
 from vlmrm.errors import RewardError
 from vlmrm.rewards.contract import Verdict
 from vlmrm.rewards.judges.edit_score import read_scores
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, fence, text_part
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, fence, text_part
 from vlmrm.rewards.judges.replies import Reply, read_score, without_thinking
 
 IMAGE = """A text caption and an image that was generated from it are given. Evaluate the image by two criteria:
@@ -34,7 +34,7 @@ SEVERAL = re.compile(
 )
 
 
-class UnifiedRewardSettings(ScoreSettings):
+class UnifiedRewardSettings(SampleSettings):
     vlm_model: str = "UnifiedReward"
 
 

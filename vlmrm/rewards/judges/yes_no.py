@@ -50,7 +50,7 @@ class YesNo(Judge):
     cut_off: ClassVar[tuple[str, ...]] = ("content_filter",)
 
     def parameters(self) -> dict[str, Any]:
-        return {**super().parameters(), "logprobs": True, "top_logprobs": self.settings.top_logprobs}
+        return {"logprobs": True, "top_logprobs": self.settings.top_logprobs}
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
         parts = self.media(sample)
