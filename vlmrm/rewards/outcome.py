@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ from typing import Any
 import numpy as np
 
 from vlmrm.errors import ConfigError, RewardError
-from vlmrm.rewards.contract import RewardArguments
 from vlmrm.rewards.ranks import gather, rank, world_size
 from vlmrm.rewards.samples import Samples
 from vlmrm.scoring.transforms import FLOOR
-
-logger = logging.getLogger("vlmrm")
 
 
 @dataclass(frozen=True)
@@ -41,33 +37,6 @@ class Rewards:
     def total(self) -> np.ndarray:
         """Return the weighted sum of the rewards: [N], NaN where one is missing; one of weight 0 may be."""
         return weighted_total(self.rewards, self.weights, len(next(iter(self.rewards.values()))))
-
-    def with_failures(
-        self,
-        whole: Sequence[int],
-        groups: Sequence[Hashable],
-        reasons: Mapping[int, str],
-        configured: Sequence[RewardArguments],
-    ) -> Rewards:
-        """Return the rewards of more samples: those here are `whole`, and the others never reached a reward."""
-        if not reasons:
-            return self
-        index, reason = min(reasons.items())
-        rewards = {}
-        for arguments in configured:
-            if arguments.on_failure == "raise":
-                raise RewardError(f"reward {arguments.name}: sample {index}: {reason}")
-            missing = float("nan") if arguments.fallback_reward is None else arguments.fallback_reward
-            rewards[arguments.name] = np.full(len(groups), missing)
-            rewards[arguments.name][whole] = self.rewards[arguments.name]
-        logger.warning(
-            "%d of %d samples have no reward, first sample %d: %s", len(reasons), len(groups), index, reason
-        )
-        failures = {
-            name: {whole[own]: why for own, why in of.items()} | dict(reasons) for name, of in self.failures.items()
-        }
-        info = {name: {whole[own]: details for own, details in of.items()} for name, of in self.info.items()}
-        return replace(self, rewards=rewards, groups=list(groups), failures=failures, info=info)
 
     def advantages(self, method: str | Aggregator = "gdpo", *, global_std: bool = True) -> np.ndarray:
         """Return `vlmrm.rewards.outcome.advantages` of the rewards: [N]. A collective call: every rank makes it."""

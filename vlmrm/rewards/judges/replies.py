@@ -71,7 +71,7 @@ class Question:
 
 
 class Reply(BaseModel):
-    """A judge's reply, with the log-probabilities of its first token where they were requested, the likeliest first."""
+    """A judge's reply, and the likeliest first tokens with their log-probabilities where asked for."""
 
     model_config = ConfigDict(frozen=True)
 
