@@ -120,7 +120,9 @@ MUTANTS = (
     Mutant(SERVERS, "self._passed()\n            raise", "raise", "tests/rewards"),
     Mutant(ADAPTERS + "swift_orm.py", "groups, everywhere=True)", "groups)", "tests/adapters"),
     Mutant(ADAPTERS + "rows.py", "if np.isnan(value) and name in self.needed", "if False", "tests/adapters"),
-    Mutant(OUTCOME, "with_group_means(filled[name], codes.tolist())", "filled[name]", "tests/adapters tests/rewards"),
+    Mutant(
+        OUTCOME, "group_means(filled[name], codes), overall", "filled[name], overall", "tests/adapters tests/rewards"
+    ),
     Mutant("vlmrm/rewards/reward_set.py", "if len(failures) > most else []", "", "tests/rewards"),
     Mutant("vlmrm/rewards/remote.py", "time.monotonic() + PAUSE >= end", "True", "tests/rewards"),
     # Rows that are others.

@@ -276,7 +276,7 @@ def test_a_row_without_its_image_fails_by_the_reward_s_policy(policy, filled, ca
     config = {"name": "shown", "reward_model": f"{__name__}.Shown", **policy}
     prompts = [asked(IMAGES[0]), asked(), asked(IMAGES[0]), asked(IMAGES[0])]
     assert TRLRewardSet(config, 4)(prompts, ["a", "aa", "aaa", "aaaaa"]) == [1.0, filled, 3.0, 5.0]
-    assert "1 of 4 samples have no reward, first sample 1: " in caplog.text
+    assert "failed for 1 samples, first sample 1: " in caplog.text
 
 
 def test_gdpo_of_trl_gets_each_reward_of_a_set():

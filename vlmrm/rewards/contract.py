@@ -209,7 +209,6 @@ class BaseRewardModel(ABC):
     required_fields: tuple[str, ...] = ("prompt", "image")
     use_tensor_inputs: bool = False
     text_prompts: ClassVar[bool] = False  # a sample whose prompt is messages fails; where all of a round do, it ends
-    instead_of_texts: ClassVar[str] = "leave such turns out, or give each prompt as one text"  # what to do then
     message_responses: ClassVar[bool] = False  # `response` may show an image or video; without it such a sample fails
     options: ClassVar[tuple[str, ...] | None] = None  # names of the extra settings; None accepts any
     deterministic: bool = True  # False for rewards that must be computed anew where a cached result would be used

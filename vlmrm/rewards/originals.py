@@ -129,49 +129,40 @@ class _Source:
     def filled(self, content: Any) -> Any:
         """Return a content with its wordings."""
         if isinstance(content, dict) and "wording" in content:
-            self.wordings.append(self._text(ast.parse(content["wording"], mode="eval").body, self.tree))
+            self.wordings.append(self._text(ast.parse(content["wording"], mode="eval").body))
             return self.wordings[-1]
         if isinstance(content, dict):
             return {key: self.filled(value) for key, value in content.items()}
         return [self.filled(item) for item in content] if isinstance(content, list) else content
 
-    def _text(self, node: ast.expr, scope: ast.AST) -> str:
+    def _text(self, node: ast.expr) -> str:
         """Return the text of an expression of texts, names, f-strings, sums and methods of `PURE`."""
         match node:
             case ast.Constant(value=str(text)):
                 return text
             case ast.JoinedStr(values=parts):
-                return "".join(self._text(part, scope) for part in parts)
+                return "".join(map(self._text, parts))
             case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
-                if (place := self.places.get(ast.unparse(value))) is not None:
-                    return place
-                return self._text(value, scope)
+                place = self.places.get(ast.unparse(value))
+                return self._text(value) if place is None else place
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return self._text(left, scope) + self._text(right, scope)
+                return self._text(left) + self._text(right)
             case ast.Call(func=ast.Attribute(value=text, attr=method), args=given, keywords=[]) if method in PURE:
-                return getattr(self._text(text, scope), method)(*(self._text(each, scope) for each in given))
+                return getattr(self._text(text), method)(*map(self._text, given))
             case ast.Attribute(value=ast.Name(id=owner), attr=name):
-                return self._assigned(name, self._definition(owner))
+                scopes = [each for each in ast.walk(self.tree) if getattr(each, "name", None) == owner]
+                return self._assigned(name, scopes)
             case ast.Name(id=name):
-                return self._assigned(name, scope)
+                return self._assigned(name, [self.tree])
         raise self._unreadable(ast.unparse(node))
 
-    def _assigned(self, name: str, scope: ast.AST) -> str:
-        """Return the text that is assigned to a name, once, in the scope or in a function within."""
-        values = [
-            node.value
-            for node in ast.walk(scope)
-            if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]
-        ]
+    def _assigned(self, name: str, scopes: Sequence[ast.AST]) -> str:
+        """Return the text that is assigned to a name, once in the scopes, functions within included."""
+        nodes = [node for scope in scopes for node in ast.walk(scope) if isinstance(node, ast.Assign)]
+        values = [node.value for node in nodes if [ast.unparse(target) for target in node.targets] == [name]]
         if len(values) != 1:
             raise self._unreadable(name)
-        return self._text(values[0], scope)
-
-    def _definition(self, name: str) -> ast.AST:
-        found = [n for n in ast.walk(self.tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name == name]
-        if len(found) != 1:
-            raise self._unreadable(name)
-        return found[0]
+        return self._text(values[0])
 
     def _unreadable(self, what: str) -> ConfigError:
         return ConfigError(f"{self.project} has no {what[:80]} that is one text without being run: {OTHER}.")

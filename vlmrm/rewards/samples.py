@@ -156,7 +156,7 @@ def _called(model: BaseRewardModel, samples: Samples) -> CallResult:
             if model.text_prompts and not isinstance(values.get("prompt", ""), str):
                 raise RowError(
                     "its prompt is messages, as with a system turn or several turns, and this reward takes one text: "
-                    f"{model.instead_of_texts}"
+                    "give it as one, or a service of vlmrm as the model_path of vlm_reward, which takes messages"
                 )
             medium = _first_medium(values.get("response"))
             if medium and not model.message_responses:

@@ -231,15 +231,6 @@ def test_a_folder_outlives_the_process_and_heals_a_broken_file(server, client, t
     assert one(client(cache_dir=str(tmp_path))).text == "hello" and len(server.bodies) == 2
 
 
-def test_a_server_that_refuses_response_format_is_asked_without_and_it_is_said_once(server, client, caplog):
-    server.behave = lambda body, number: error(400, "unknown field") if "response_format" in body else completion("ok")
-    structured = {"response_format": {"type": "json_schema"}}
-    refusing = client()
-    assert [one(refusing, asked(str(i), **structured)).text for i in range(3)] == ["ok"] * 3
-    assert ["response_format" in body for body in server.bodies] == [True, False, False, False]
-    assert caplog.text.count("does not take response_format") == 1
-
-
 # Keys and addresses --------------------------------------------------------------------------------------------------
 
 

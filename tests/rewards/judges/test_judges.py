@@ -145,13 +145,6 @@ def test_a_reply_that_is_no_judgement_is_a_failure_with_its_beginning(server, ju
 # UnifiedReward -------------------------------------------------------------------------------------------------------
 
 
-def test_unified_reward_is_the_final_score(server, judge, picture):
-    server.behave = lambda *_: completion("cat (animal): 1\nred (colour): 0\n**Final Score:** 3.5/5")
-    output = judge()(prompt=["a red cat"], image=[picture])
-    assert output.rewards == [3.5]
-    assert output.extra_info["aspects"] == [{"cat (animal)": 1.0, "red (colour)": 0.0, "Final Score": 3.5}]
-
-
 def test_unified_reward_of_a_video_is_out_of_ten(server, judge, picture):
     server.behave = lambda *_: completion("visual quality: 4\nFinal Score: 8")
     assert judge()(prompt=["a cat"], video=[[picture, picture]]).rewards == [8.0]
@@ -159,20 +152,16 @@ def test_unified_reward_of_a_video_is_out_of_ten(server, judge, picture):
 
 
 @pytest.mark.parametrize(
-    ("text", "reward", "aspects"),
+    ("text", "reward"),
     [
-        (
-            "Alignment Score (1-5): 2.7\nCoherence Score (1-5): 2.4\n**Style Score (1-5):** 3.9",
-            3.0,
-            {"Alignment": 2.7, "Coherence": 2.4, "Style": 3.9},
-        ),
-        ('{\n\n"reasoning" : "It has "A" in it.",\n"score" : [20, 13.5],\n}', 13.5, [20.0, 13.5]),
+        ("cat (animal): 1\nred (colour): 0\n**Final Score:** 3.5/5", 3.5),
+        ("Alignment Score (1-5): 2.7\nCoherence Score (1-5): 2.4\n**Style Score (1-5):** 3.9", 3.0),
+        ('{\n\n"reasoning" : "It has "A" in it.",\n"score" : [20, 13.5],\n}', 13.5),
     ],
 )
-def test_unified_reward_2_and_edit_have_no_final_score(server, judge, picture, text, reward, aspects):
+def test_unified_reward_is_the_final_score_or_that_of_2_and_edit(server, judge, picture, text, reward):
     server.behave = lambda *_: completion(text)
-    output = judge()(prompt=["a cat"], image=[picture])
-    assert output.rewards == pytest.approx([reward]) and output.extra_info["aspects"] == [aspects]
+    assert judge()(prompt=["a red cat"], image=[picture]).rewards == pytest.approx([reward])
 
 
 @pytest.mark.parametrize(
@@ -191,7 +180,7 @@ def test_scores_that_are_none_or_off_their_scale_are_failures(server, judge, pic
     assert said in judge()(prompt=["a cat"], image=[picture]).failures[0]
 
 
-# Several replies and digits that might have been ---------------------------------------------------------------------
+# Several replies -----------------------------------------------------------------------------------------------------
 
 
 def test_the_mean_of_several_replies_counts_and_their_spread_is_recorded(server, judge, picture):

@@ -48,9 +48,6 @@ class CosmosReason1(PointwiseRewardModel):
 
     At most 160 frames are used, an even number, resized to at most 9,216 tokens in all. The frame rate is the column
     `fps`, or the setting. An image is a video of two equal frames. The weights were not available to test.
-
-    Settings: `model_name_or_path`; `question`, in which `{prompt}` stands for the sample's prompt (cosmos-rl's service
-    sends only that); `system_prompt`; `fps`.
     """
 
     required_fields = ("prompt",)

@@ -26,11 +26,6 @@ class HPSv3(PointwiseRewardModel):
     Qwen2-VL-7B reads the image and an instruction that contains the prompt and the token `<|Reward|>`, at which a head
     of three layers reads μ and log σ. Names, shapes and arithmetic are those of the published code; the weight file
     itself was not available to test.
-
-    Settings:
-        template_file: the published instruction as a text file; see docs/rewards.md.
-        model_name_or_path: the weight file, or the folder or hub repository that has it.
-        base_name_or_path: Qwen2-VL, for its configuration and processor.
     """
 
     required_fields = ("prompt", "image")

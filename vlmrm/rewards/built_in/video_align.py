@@ -32,14 +32,6 @@ class VideoAlign(PointwiseRewardModel):
     Qwen2-VL-2B reads frames of the video and an instruction that contains the prompt and a token for each dimension;
     one linear head reads a number at each token. LoRA weights are merged on loading. The weight file was not available
     to test.
-
-    Settings:
-        video_fps: frames a second of the videos, where no column `fps` gives it for each; the model sees 2 a second.
-        template_file: the published instruction as a text file; see docs/rewards.md.
-        dimension: `overall`, `VQ`, `MQ` or `TA`.
-        model_name_or_path: the folder or hub repository that has the weight file and `model_config.json`.
-        weights_name: the weight file in it.
-        base_name_or_path: Qwen2-VL, for its configuration and processor.
     """
 
     required_fields = ("prompt", "video")

@@ -108,20 +108,7 @@ SHOWN = ("transform", "custom_prompt", "system", *POLICY)
 
 
 class _TrainedReward(BaseRewardModel):
-    """The common part: the model, the conversation of a sample, and the transform of the scores.
-
-    Settings:
-        model_path (or model_name_or_path): the checkpoint of a reward model, the address of a service, or a `Scorer`.
-        reward: its name there, where the service has several.
-        timeout, retry_attempts, patience, wait_seconds: of a service, as of `remote_pointwise`.
-        transform: one of `transforms`.
-        custom_prompt: words around the prompt, which is at `{prompt}`.
-        system: a system message before it.
-        drop_system: leave out the policy's own system turn.
-        drop_thinking: leave out what the answer says before `</think>`.
-        answer_tag: `answer` scores only what is in the answer's last `<answer>...</answer>`.
-        check_sight, max_tokens_per_batch, ...: of a checkpoint, as of `load_scorer`.
-    """
+    """The common part: the model, the conversation of a sample, and the transform of the scores."""
 
     required_fields = ("prompt",)
     message_responses = True
@@ -228,11 +215,6 @@ class VlmRewardEnsemble(PointwiseRewardModel):
     reward is the mean less k of them. Models trained apart have scales of their own, so each score is normalised by
     the mean and deviation that its checkpoint carries, unless `transform` says otherwise. A sample that one of them
     cannot score has failed.
-
-    Settings:
-        model_paths: the checkpoints, at least two.
-        combine: `mean` (default) or `min`.
-        transform, custom_prompt, system, check_sight, ...: of each model, as of `vlm_reward`.
     """
 
     required_fields = VlmReward.required_fields

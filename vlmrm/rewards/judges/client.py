@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from vlmrm.errors import ConfigError, Denied, RewardError
-from vlmrm.http import Refused, Server, Unavailable, check_status, retried, run, without_token
+from vlmrm.http import Server, Unavailable, check_status, retried, run, without_token
 from vlmrm.rewards.contract import RewardArguments
 from vlmrm.rewards.judges.replies import Question, Reply, ReplyCache, read_completion
 from vlmrm.rewards.servers import CircuitBreaker, KnownServer, origin_at
@@ -113,7 +113,6 @@ class JudgeClient:
         self.settings = settings
         self.cache = ReplyCache(settings.max_cache_size, settings.cache_dir)
         self.usage = Usage()
-        self.takes_response_format = True  # until the server refuses one
         # One connection more than calls, so that whether the server lives can always be asked.
         most = settings.max_concurrent + 1
         self.server = Server(settings.api_base_url, "api_base_url", settings.key(), connections=most)
@@ -193,7 +192,7 @@ class JudgeClient:
 
         async def send(_: bool) -> Reply:
             self.usage.add(retries=int(next(calls) > 0))
-            return await self._call(question)
+            return await self._post(question)
 
         return await retried(
             lambda _: self.circuit.call(send),
@@ -202,24 +201,6 @@ class JudgeClient:
             longest=left,
             paced=lambda: self.circuit.suspects,
         )
-
-    async def _call(self, question: Question) -> Reply:
-        """Send one call; without `response_format` where the server refuses it."""
-        if not question.structured:
-            return await self._post(question)
-        refusal = None
-        if self.takes_response_format:
-            try:
-                return await self._post(question)
-            except Refused as error:
-                refusal = error
-        # Remembered only once this succeeds: the item itself may be what the server refuses.
-        reply = await self._post(question.unstructured())
-        if self.takes_response_format:
-            self.takes_response_format = False
-            message = "the judge %s does not take response_format (%s); its replies are read as text from now on"
-            logger.warning(message, self.settings.vlm_model, refusal)
-        return reply
 
     async def _post(self, question: Question) -> Reply:
         """Send one HTTP request; raises as `Server.call`, `check_status` and `read_completion` do."""

@@ -171,7 +171,7 @@ class Judge(SampleJudge, PointwiseRewardModel):
 
     def asked(self, system: str, parts: Parts) -> Question:
         """Return a question in the wording of this project."""
-        return chat_question(self.settings, system, parts, self.parameters())
+        return chat_question(self.settings, system, parts, **self.parameters())
 
     def combined(self, verdicts: Sequence[Verdict]) -> Verdict:
         """Return the reward by the verdicts in the replies to all questions of a sample."""
@@ -268,23 +268,11 @@ def fence(text: str) -> str:
     return f"<data-{mark}>\n{text}\n</data-{mark}>"
 
 
-def chat_question(settings: JudgeSettings, system: str, parts: Parts, parameters: dict[str, Any]) -> Question:
+def chat_question(settings: JudgeSettings, system: str, parts: Parts, **parameters: Any) -> Question:
     """Return a question of a system message and the parts of the user's."""
     messages = [{"role": "system", "content": f"{system}\n{FENCED}"}, {"role": "user", "content": parts}]
     own = {"temperature": settings.temperature, "max_completion_tokens": settings.max_tokens}
     return Question.of(settings.vlm_model, messages, {**own, **parameters})
-
-
-def json_reply(properties: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameter of a call that asks for a JSON object."""
-    schema = {"name": "judgement", "strict": True, "schema": json_object(properties)}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
-
-
-def json_object(properties: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a JSON object that has all of the properties and no others."""
-    required = {"required": list(properties), "additionalProperties": False}
-    return {"type": "object", "properties": properties, **required}
 
 
 def text_part(text: str) -> dict[str, Any]:

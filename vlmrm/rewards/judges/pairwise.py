@@ -24,7 +24,6 @@ from vlmrm.rewards.judges.judge import (
     check_complete,
     fence,
     image_part,
-    json_reply,
     shown_frames,
     text_part,
 )
@@ -39,7 +38,6 @@ FORM = (
     'Reply with one JSON object, first a short justification, then the winner, "Answer 1", "Answer 2", or "tie" where '
     'neither is better: {"justification": "...", "winner": "..."}'
 )
-WINNERS = {"justification": {"type": "string"}, "winner": {"type": "string", "enum": ["Answer 1", "Answer 2", "tie"]}}
 WINNER = re.compile(r"\b(?:image|video|answer)\s*([12])\b", re.IGNORECASE)
 BETTER = re.compile(r"\b(?:image|video)\s*([12])\s+(?:is|wins)\b(?!\s+(?:not|worse))", re.IGNORECASE)
 TIE = re.compile(r"\b(?:tie|both|equal(?:ly)?)\b", re.IGNORECASE)
@@ -81,7 +79,6 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
         info = {
             "strength": [float(values[place]) for place in places],
             "pairs": [met[place] for place in places],
-            "consistent": [group.consistent(place) for place in places],
         }
         return RewardModelOutput(rewards, info, failures)
 
@@ -103,7 +100,7 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
     def asked(self, prompt: Parts, first: Parts, second: Parts) -> Question:
         """Return the question which of two answers to a prompt is better, each as the parts of a message."""
         answers = [text_part("Answer 1:"), *first, text_part("Answer 2:"), *second]
-        return chat_question(self.settings, SYSTEM, [*prompt, *answers, text_part(FORM)], json_reply(WINNERS))
+        return chat_question(self.settings, SYSTEM, [*prompt, *answers, text_part(FORM)])
 
     def credits(self, questions: Sequence[Question]) -> list[float | RewardError]:
         """Return the credit of the answer that each question shows first, or why there is none.
@@ -143,7 +140,6 @@ class _Group:
     def __init__(self, samples: Sequence[JudgeSample], judge: PairwiseJudge):
         self.samples = samples
         self.judge = judge
-        self.verdicts: dict[Pair, tuple[float, float]] = {}  # the credit of the first in both orders
         self.reasons: dict[int, str] = {}
 
     def compare(self, pairs: Sequence[Pair]) -> Mapping[Pair, float]:
@@ -162,15 +158,7 @@ class _Group:
                 self._failed(order, credit)
             else:
                 won[order] = credit
-        for first, second in pairs:
-            if (first, second) in won and (second, first) in won:
-                self.verdicts[first, second] = won[first, second], 1 - won[second, first]
-        return {pair: sum(self.verdicts[pair]) / 2 for pair in pairs if pair in self.verdicts}
-
-    def consistent(self, index: int) -> float | None:
-        """Return the share of a sample's pairs with the same verdict in both orders."""
-        both = [first == second for pair, (first, second) in self.verdicts.items() if index in pair]
-        return sum(both) / len(both) if both else None
+        return {pair: (won[pair] + 1 - won[pair[::-1]]) / 2 for pair in pairs if {pair, pair[::-1]} <= won.keys()}
 
     def reason(self, index: int) -> str:
         return self.reasons.get(index, "its group has no other sample: a judge of pairs compares two")

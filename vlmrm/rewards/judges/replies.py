@@ -51,17 +51,6 @@ class Question:
         """Return a hash that is equal for the same model, messages and parameters."""
         return hashlib.sha256(self.content).hexdigest()
 
-    @property
-    def structured(self) -> bool:
-        """Return whether the question asks for a JSON schema by `response_format`."""
-        # Inside a text its quotes would be escaped.
-        return not self.verbatim and b'"response_format":' in self.content
-
-    def unstructured(self) -> Question:
-        body = json.loads(self.content)
-        body.pop("response_format")
-        return Question(_json(body))
-
     def sampled(self) -> Question:
         """Return the same question for another reply than the likeliest one."""
         body = json.loads(self.content)

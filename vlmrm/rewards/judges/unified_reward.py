@@ -66,12 +66,7 @@ class UnifiedReward(Judge):
         score = read_score(finals[-1], best)
         if not isinstance(score, float) or not 1 <= score <= best:
             raise RewardError(f"its Final Score is {finals[-1].strip()[:40]!r}, which is no number from 1 to {best:g}")
-        aspects = {}
-        for line in text.splitlines():
-            name, _, value = line.partition(":")
-            if (number := read_score(value, best)) is not None:
-                aspects[name.strip(" \t*_#-")] = number
-        return Verdict(score, {"aspects": aspects})
+        return Verdict(score)
 
 
 def _without_final(text: str) -> Verdict:
