@@ -13,11 +13,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
-from pydantic import Field, SecretStr
+from pydantic import BaseModel, Field, SecretStr, create_model
 
 from vlmrm.errors import ConfigError, RewardError
 from vlmrm.files import read_wording
@@ -30,28 +31,12 @@ if TYPE_CHECKING:
 
 Processes: TypeAlias = "Accelerator | PartialState | None"
 PLACEHOLDER = "{text_prompt}"  # of the prompt in a template_file
+FREE = ("reward_model", "dtype", "device", "extra_kwargs")  # settings that have types of their own
 CREDENTIALS = re.compile(r"://[^/?#\s'\"]*@")  # of an address
 
-_Range = Annotated[list[float], Field(min_length=2, max_length=2)]  # lowest and highest
-
-
-class _Rules(Strict, strict=True):
-    """Types and bounds of the fields of `RewardArguments` that are no names of types or devices."""
-
-    name: str = Field(min_length=1)
-    weight: float
-    batch_size: int = Field(ge=1)
-    async_reward: bool
-    num_workers: int = Field(ge=1)
-    on_failure: Literal["raise", "mask", "fallback"]
-    fallback_reward: float | None
-    valid: _Range | None
-    clip: _Range | None
-    uncertainty_penalty: float = Field(ge=0)
-    length_penalty: float = Field(ge=0)
-    length_free: int = Field(ge=0)
-    deadline: float | None = Field(gt=0)
-    max_missing: float = Field(ge=0, le=1)
+Range = Annotated[list[float], Field(min_length=2, max_length=2)]  # lowest and highest
+Count = Annotated[int, Field(ge=1)]
+Penalty = Annotated[float, Field(ge=0)]
 
 
 @dataclass
@@ -87,29 +72,29 @@ class RewardArguments:
             the run ends with the first error, whatever `on_failure` says.
     """
 
-    name: str = "default"
+    name: Annotated[str, Field(min_length=1)] = "default"
     reward_model: str | None = None
     weight: float = 1.0
     dtype: str | torch.dtype = "bfloat16"
     device: str | torch.device = "cuda"
-    batch_size: int = 16
+    batch_size: Count = 16
     async_reward: bool = False
-    num_workers: int = 1
-    on_failure: str = "raise"
+    num_workers: Count = 1
+    on_failure: Literal["raise", "mask", "fallback"] = "raise"
     fallback_reward: float | None = None
-    valid: list[float] | None = None
-    clip: list[float] | None = None
-    uncertainty_penalty: float = 0.0
-    length_penalty: float = 0.0
-    length_free: int = 0
-    deadline: float | None = None
-    max_missing: float = 0.5
+    valid: Range | None = None
+    clip: Range | None = None
+    uncertainty_penalty: Penalty = 0.0
+    length_penalty: Penalty = 0.0
+    length_free: Annotated[int, Field(ge=0)] = 0
+    deadline: Annotated[float, Field(gt=0)] | None = None
+    max_missing: Annotated[float, Field(ge=0, le=1)] = 0.5
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         where = f"reward {self.name}"
         # A configuration is YAML, where `weight: "1"` or `batch_size: 2.5` would be noticed much later.
-        validate(_Rules, {name: getattr(self, name) for name in _Rules.model_fields}, where)
+        validate(_rules(), {name: getattr(self, name) for name in _rules().model_fields}, where)
         torch: Any = _torch()
         try:
             if torch is None or not isinstance(self.dtype, torch.dtype):
@@ -144,6 +129,14 @@ class RewardArguments:
         if name in extra:
             return extra[name]
         raise AttributeError(f"reward {self.__dict__.get('name')} has no setting {name}: give it in its configuration")
+
+
+@cache
+def _rules() -> type[BaseModel]:
+    """Return the types and bounds of the fields that are no names of types or devices."""
+    checked = [each for each in fields(RewardArguments) if each.name not in FREE]
+    rules: dict[str, Any] = {each.name: (each.type, ...) for each in checked}
+    return create_model("Rules", __base__=Strict, __module__=__name__, __cls_kwargs__={"strict": True}, **rules)
 
 
 def _torch() -> Any:

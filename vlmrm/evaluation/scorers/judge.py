@@ -103,13 +103,13 @@ class _Judge(ConversationScorer):
 
     def close(self) -> None:
         usage = self.judge.client.usage
-        tokens = f"{usage.prompt_tokens:,} prompt and {usage.completion_tokens:,} completion tokens"
-        logger.info("%s: %d calls, %s", self.name, usage.calls, tokens)
+        tokens = f"{usage['prompt_tokens']:,} prompt and {usage['completion_tokens']:,} completion tokens"
+        logger.info("%s: %d calls, %s", self.name, usage["calls"], tokens)
 
     def origin(self) -> Origin:
         settings, usage = self.judge.settings, self.judge.client.usage
         details = {"model": settings.vlm_model, "url": settings.api_base_url}
-        details |= {name: str(getattr(usage, name)) for name in ("calls", "prompt_tokens", "completion_tokens")}
+        details |= {name: str(usage[name]) for name in ("calls", "prompt_tokens", "completion_tokens")}
         return origin_of(self.entry.digest(), **details)
 
 

@@ -214,8 +214,7 @@ class HPSv2(_TwoTowers, PointwiseRewardModel):
     """cos(text, image) of open_clip's ViT-H/14 after training on preferences (Wu et al. 2023, HPSv2).
 
     Prompts are cleaned as by the published tokenizer, and images fitted into 224 by 224 and padded with black; they
-    are always resized with antialiasing, which in the published code depends on torchvision. The weight file has a
-    `state_dict` in open_clip's names; the file itself was not available to test.
+    are always resized with antialiasing, which in the published code depends on torchvision.
     """
 
     options = ("hps_version", "model_name_or_path", "base_name_or_path", "video_frames")

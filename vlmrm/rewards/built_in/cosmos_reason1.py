@@ -11,7 +11,7 @@ from PIL import Image
 from qwen_vl_utils.vision_process import smart_resize
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-from vlmrm.errors import CheckpointError, RewardError
+from vlmrm.errors import RewardError
 from vlmrm.modeling.attention import resolve_attention
 from vlmrm.modeling.published_weights import pretrained
 from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, Verdict
@@ -47,7 +47,7 @@ class CosmosReason1(PointwiseRewardModel):
     is worded by this project; for the published model's own figures pass the one of its model card as `system_prompt`.
 
     At most 160 frames are used, an even number, resized to at most 9,216 tokens in all. The frame rate is the column
-    `fps`, or the setting. An image is a video of two equal frames. The weights were not available to test.
+    `fps`, or the setting. An image is a video of two equal frames.
     """
 
     required_fields = ("prompt",)
@@ -68,8 +68,6 @@ class CosmosReason1(PointwiseRewardModel):
         self.yes, self.no = (
             self.processor.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No")
         )
-        if self.yes == self.no:
-            raise CheckpointError(f"{path} begins Yes and No with the same token: its answers cannot be told apart.")
 
     def __call__(  # ty: ignore[incompatible-method-override]
         self,

@@ -24,8 +24,7 @@ class HPSv3(PointwiseRewardModel):
     """μ of the normal distribution N(μ, σ) of an image's score (Ma et al. 2025, HPSv3); log σ goes to the audit log.
 
     Qwen2-VL-7B reads the image and an instruction that contains the prompt and the token `<|Reward|>`, at which a head
-    of three layers reads μ and log σ. Names, shapes and arithmetic are those of the published code; the weight file
-    itself was not available to test.
+    of three layers reads μ and log σ.
     """
 
     required_fields = ("prompt", "image")

@@ -56,7 +56,7 @@ class ImageReward(PointwiseRewardModel):
 
     From Xu et al. 2023, ImageReward. The text encoder attends to the image; the head is five linear layers on its
     first token. The image is resized by its shorter side to 224 and cropped to the centre; a prompt has 35 tokens at
-    most. The weight file has the names of the published code; the file itself was not available to test.
+    most.
     """
 
     required_fields = ("prompt",)

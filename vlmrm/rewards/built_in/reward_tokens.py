@@ -18,6 +18,7 @@ from vlmrm.modeling.published_weights import load_exactly, pretrained
 from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
 from vlmrm.rewards.contract import PLACEHOLDER, RewardArguments, Verdict, read_template
 
+Reading = Callable[[list[list[float]]], Verdict]  # of the head's outputs at each reward token
 EMBEDDINGS = "backbone.language_model.embed_tokens.weight"
 
 # Names of transformers before 4.52 and since → those of `RewardTokenModel`, the first that fits.
@@ -81,12 +82,7 @@ class RewardTokenReader:
         self.lock = threading.Lock()
 
     @torch.inference_mode()
-    def verdicts(
-        self,
-        conversations: Sequence[Conversation],
-        batch_size: int,
-        verdict: Callable[[list[list[float]]], Verdict],
-    ) -> list[Verdict]:
+    def verdicts(self, conversations: Sequence[Conversation], batch_size: int, verdict: Reading) -> list[Verdict]:
         """Return `verdict` of the head's outputs at each reward token of each conversation, or why there is none."""
         rendered: dict[int, Rendered] = {}
         results: dict[int, Verdict] = {}

@@ -10,8 +10,8 @@ import itertools
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -112,7 +112,9 @@ class JudgeClient:
     def __init__(self, settings: JudgeSettings):
         self.settings = settings
         self.cache = ReplyCache(settings.max_cache_size, settings.cache_dir)
-        self.usage = Usage()
+        # HTTP requests, those after one that failed, replies asked for again, items without one, tokens as reported.
+        self.usage: Counter[str] = Counter()
+        self._lock = threading.Lock()
         # One connection more than calls, so that whether the server lives can always be asked.
         most = settings.max_concurrent + 1
         self.server = Server(settings.api_base_url, "api_base_url", settings.key(), connections=most)
@@ -142,13 +144,17 @@ class JudgeClient:
                 missing[question.key] = question
             else:
                 replies[question.key] = reply
-                self.usage.add(cache_hits=1)
+                self._count(cache_hits=1)
         if missing:
             for key, reply in zip(missing, run(self._answer_all(list(missing.values()), check)), strict=True):
                 replies[key] = reply
                 if check is not None and isinstance(reply, Reply):
                     self.cache.put(key, reply)
         return [replies[question.key] for question in questions]
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self.usage.update(counts)
 
     async def _answer_all(self, questions: Sequence[Question], check: Check | None) -> list[Reply | RewardError]:
         end = asyncio.get_running_loop().time() + self.settings.deadline
@@ -162,11 +168,11 @@ class JudgeClient:
         except TimeoutError:
             error = RewardError(f"there was no answer within the deadline of {self.settings.deadline:g} s")
         except Malformed as malformed:
-            self.usage.add(failures=1)
+            self._count(failures=1)
             return malformed
         except RewardError as reason:
             error = reason
-        self.usage.add(failures=1)
+        self._count(failures=1)
         kind = Denied if isinstance(error, Denied) else RewardError
         reason = str(error).replace(f"{self.server.name}/", "/")
         return kind(f"the judge {self.settings.vlm_model} at {self.settings.api_base_url}: {reason}")
@@ -183,7 +189,7 @@ class JudgeClient:
             except RewardError as error:
                 if not left:
                     raise Malformed(str(error), reply) from error
-            self.usage.add(malformed=1)
+            self._count(malformed=1)
             sent = question.sampled()
         raise AssertionError("the last reply is returned or malformed")
 
@@ -191,7 +197,7 @@ class JudgeClient:
         calls, left = itertools.count(), end - asyncio.get_running_loop().time()
 
         async def send(_: bool) -> Reply:
-            self.usage.add(retries=int(next(calls) > 0))
+            self._count(retries=int(next(calls) > 0))
             return await self._post(question)
 
         return await retried(
@@ -204,7 +210,7 @@ class JudgeClient:
 
     async def _post(self, question: Question) -> Reply:
         """Send one HTTP request; raises as `Server.call`, `check_status` and `read_completion` do."""
-        self.usage.add(calls=1)
+        self._count(calls=1)
         call, headers = self.server.call, {"Content-Type": "application/json"}
         post = call(
             "POST",
@@ -220,7 +226,7 @@ class JudgeClient:
         )
         check_status(answer, TRANSIENT)
         reply = read_completion(without_token(answer))
-        self.usage.add(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
+        self._count(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
         return reply
 
 
@@ -228,22 +234,3 @@ def check_not_denied(replies: Sequence[object]) -> None:
     """Raise Denied where all was refused for what any other question would be: the key, or the model's name."""
     if replies and all(isinstance(reply, Denied) for reply in replies):
         raise Denied(str(replies[0]))
-
-
-@dataclass
-class Usage:
-    """Counts of one judge in this process."""
-
-    calls: int = 0  # HTTP requests
-    retries: int = 0  # those after one that failed
-    malformed: int = 0  # replies asked for again
-    cache_hits: int = 0
-    failures: int = 0  # items without a reply
-    prompt_tokens: int = 0  # as the server reports them; a reply from the cache costs none
-    completion_tokens: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(self, **counts: int) -> None:
-        with self._lock:
-            for name, count in counts.items():
-                setattr(self, name, getattr(self, name) + count)

@@ -73,7 +73,7 @@ class EditScore(Judge):
     def questions(self, sample: JudgeSample) -> list[Question]:
         """Return the question how the edit follows the instruction, and that how the edited image looks."""
         if self.quality is None:
-            quality = self.asked(SYSTEM, [*self.media(sample), text_part(f"{QUALITY}\n{FORM}")])
+            quality = self.chat_question(SYSTEM, [*self.media(sample), text_part(f"{QUALITY}\n{FORM}")])
         else:
             quality = self.quality.question(sample.prompt, {"image": self.frames(sample)})
         return [*super().questions(sample), quality]

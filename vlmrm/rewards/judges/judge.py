@@ -66,12 +66,6 @@ class SampleSettings(JudgeSettings):
 Settings = TypeVar("Settings", bound=SampleSettings)
 
 
-def judge_samples(prompt: Sequence[str], *media: Sequence[Any] | None) -> list[JudgeSample]:
-    """Return the samples of a call; `media` are the columns of the fields of `JudgeSample`, in their order."""
-    columns = [prompt, *(column or [None] * len(prompt) for column in media)]
-    return [JudgeSample(*values) for values in zip(*columns, strict=True)]
-
-
 class SampleJudge(BaseRewardModel):
     """What judges of samples and of pairs of them share: settings, a `request_file`, and the client.
 
@@ -104,15 +98,29 @@ class SampleJudge(BaseRewardModel):
         video: list[list[Image.Image]] | None = None,
         condition_images: list[list[Image.Image]] | None = None,
     ) -> RewardModelOutput:
-        return self.judged(judge_samples(prompt, image, video, condition_images))
+        media = [column or [None] * len(prompt) for column in (image, video, condition_images)]
+        return self.judged([JudgeSample(*values) for values in zip(prompt, *media, strict=True)])
 
     @abstractmethod
     def judged(self, samples: Sequence[JudgeSample]) -> RewardModelOutput:
         """Return the rewards of the samples of a call."""
 
+    def frames(self, sample: JudgeSample) -> list[Image.Image]:
+        """Return the sample's image, or frames of its video, evenly spaced from the first to the last."""
+        if (sample.image is None) == (sample.video is None):
+            count = "neither an image nor a video" if sample.image is None else "both an image and a video"
+            raise RewardError(f"the sample has {count}: give one of them")
+        return [sample.image] if sample.image is not None else spaced(sample.video or (), self.settings.max_frames)
+
+    def chat_question(self, system: str, parts: Parts, **parameters: Any) -> Question:
+        """Return a question of a system message and the parts of the user's, in the wording of this project."""
+        messages = [{"role": "system", "content": f"{system}\n{FENCED}"}, {"role": "user", "content": parts}]
+        own = {"temperature": self.settings.temperature, "max_completion_tokens": self.settings.max_tokens}
+        return Question.of(self.settings.vlm_model, messages, {**own, **parameters})
+
     def counters(self) -> dict[str, float]:
         names = ("calls", "retries", "malformed", "cache_hits", "prompt_tokens", "completion_tokens")
-        return {name: getattr(self.client.usage, name) for name in names}
+        return {name: self.client.usage[name] for name in names}
 
 
 class Judge(SampleJudge, PointwiseRewardModel):
@@ -167,11 +175,7 @@ class Judge(SampleJudge, PointwiseRewardModel):
         if self.request is not None:
             pictures = {"image": self.frames(sample), "source": sample.sources or ()}
             return [self.request.question(sample.prompt, pictures)]
-        return [self.asked(*self.chat(sample))]
-
-    def asked(self, system: str, parts: Parts) -> Question:
-        """Return a question in the wording of this project."""
-        return chat_question(self.settings, system, parts, **self.parameters())
+        return [self.chat_question(*self.chat(sample), **self.parameters())]
 
     def combined(self, verdicts: Sequence[Verdict]) -> Verdict:
         """Return the reward by the verdicts in the replies to all questions of a sample."""
@@ -204,10 +208,6 @@ class Judge(SampleJudge, PointwiseRewardModel):
             return self.verdict(reply, sample)
         except RewardError as error:
             raise RewardError(f"{error}; {begins}") from error
-
-    def frames(self, sample: JudgeSample) -> list[Image.Image]:
-        """Return the sample's image, or frames of its video."""
-        return shown_frames(sample, self.settings.max_frames)
 
     def media(self, sample: JudgeSample) -> Parts:
         """Return the sample's image, or frames of its video, as parts of a message."""
@@ -252,27 +252,12 @@ def source_part(sample: JudgeSample) -> dict[str, Any]:
     return image_part(sample.sources[0])
 
 
-def shown_frames(sample: JudgeSample, max_frames: int) -> list[Image.Image]:
-    """Return the sample's image, or at most `max_frames` of its video, evenly spaced from the first to the last."""
-    if (sample.image is None) == (sample.video is None):
-        count = "neither an image nor a video" if sample.image is None else "both an image and a video"
-        raise RewardError(f"the sample has {count}: give one of them")
-    return [sample.image] if sample.image is not None else spaced(sample.video or (), max_frames)
-
-
 def fence(text: str) -> str:
     """Return `text` between two lines that do not occur in it; equal texts get equal fences."""
     salt = 0
     while (mark := sha256(f"{salt} {text}".encode("utf-8", "surrogatepass")).hexdigest()[:16]) in text:
         salt += 1
     return f"<data-{mark}>\n{text}\n</data-{mark}>"
-
-
-def chat_question(settings: JudgeSettings, system: str, parts: Parts, **parameters: Any) -> Question:
-    """Return a question of a system message and the parts of the user's."""
-    messages = [{"role": "system", "content": f"{system}\n{FENCED}"}, {"role": "user", "content": parts}]
-    own = {"temperature": settings.temperature, "max_completion_tokens": settings.max_tokens}
-    return Question.of(settings.vlm_model, messages, {**own, **parameters})
 
 
 def text_part(text: str) -> dict[str, Any]:

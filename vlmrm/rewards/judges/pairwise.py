@@ -20,11 +20,9 @@ from vlmrm.rewards.judges.judge import (
     Parts,
     SampleJudge,
     SampleSettings,
-    chat_question,
     check_complete,
     fence,
     image_part,
-    shown_frames,
     text_part,
 )
 from vlmrm.rewards.judges.replies import Question, Reply, json_objects, without_thinking
@@ -90,7 +88,7 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
 
     def question(self, first: JudgeSample, second: JudgeSample) -> Question:
         """Return the question which of two samples is better; raise RewardError when one of them has no picture."""
-        one, other = (shown_frames(sample, self.settings.max_frames) for sample in (first, second))
+        one, other = self.frames(first), self.frames(second)
         sources = first.sources or ()
         if self.request is not None:
             return self.request.question(first.prompt, {"first": one, "second": other, "source": sources})
@@ -100,7 +98,7 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
     def asked(self, prompt: Parts, first: Parts, second: Parts) -> Question:
         """Return the question which of two answers to a prompt is better, each as the parts of a message."""
         answers = [text_part("Answer 1:"), *first, text_part("Answer 2:"), *second]
-        return chat_question(self.settings, SYSTEM, [*prompt, *answers, text_part(FORM)])
+        return self.chat_question(SYSTEM, [*prompt, *answers, text_part(FORM)])
 
     def credits(self, questions: Sequence[Question]) -> list[float | RewardError]:
         """Return the credit of the answer that each question shows first, or why there is none.
@@ -214,7 +212,7 @@ PRIOR = 0.1  # weight of the prior by which strengths are finite, beside one com
 def play(count: int, rounds: int, compare: Callable[[Sequence[Pair]], Mapping[Pair, float]]) -> Credits:
     """Return the credits of a Swiss tournament of `rounds` rounds, or of all pairs where as many rounds hold them.
 
-    In each round everyone meets someone of about the same strength whom he has not met, but the one who is left over.
+    In each round everyone meets someone of about the same strength whom he has not met, but for a few left over.
     `compare` returns the credits of pairs that could be compared.
     """
     if full_rounds(count) <= rounds:
@@ -236,31 +234,18 @@ def full_rounds(count: int) -> int:
 def _next_pairs(values: np.ndarray, met: set[Pair]) -> list[Pair]:
     """Return new pairs of neighbours in strength, each in the order of the group.
 
-    Of an odd number one of those who met most rests, the weakest of them. In groups hardly larger than the rounds some
-    may find nobody new.
+    Of an odd number one of those who met most rests, the weakest of them. Some, at the end, may find nobody new.
     """
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))
     if len(order) % 2:
         meetings = np.bincount(np.array(sorted(met), dtype=int).reshape(-1), minlength=len(order))
         order.remove(max(reversed(order), key=lambda i: meetings[i]))
     pairs: list[Pair] = []
-    left: list[int] = []
     while order:
         first = order.pop(0)
-        second = next((other for other in order if _pair(first, other) not in met), None)
-        if second is None:
-            left.append(first)
-        else:
+        if (second := next((other for other in order if _pair(first, other) not in met), None)) is not None:
             order.remove(second)
             pairs.append(_pair(first, second))
-    while len(left) > 1:  # they have met: each takes one of a pair, the weakest that allows it
-        one, other = left.pop(), left.pop()
-        for number, (first, second) in reversed(list(enumerate(pairs))):
-            new = [[(one, first), (other, second)], [(one, second), (other, first)]]
-            allowed = [swap for swap in new if not met & {_pair(*pair) for pair in swap}]
-            if allowed:
-                pairs[number : number + 1] = [_pair(*pair) for pair in allowed[0]]
-                break
     return pairs
 
 

@@ -84,7 +84,6 @@ class RationalRewardsT2I(Judge):
 
     def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
-        self.rubric = self.own_rubric()
         self.counted = self.aspects if self.settings.aspects is None else tuple(self.settings.aspects)
         unknown = sorted(set(self.counted) - set(self.aspects))
         if unknown or not self.counted:
@@ -93,19 +92,15 @@ class RationalRewardsT2I(Judge):
             )
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
+        meanings = [f"{TITLES[name]}: {MEANINGS[name].format(image=self.subject)}" for name in self.aspects]
+        form = [f"{TITLES[name]}:\n## Justification: (why)\n## Score: (a number, or N/A)" for name in self.aspects]
+        rubric = RUBRIC.format(image=self.subject, aspects=_numbered(meanings), form=_numbered(form))
         instruction = text_part(f"User Instruction:\n{fence(sample.prompt)}")
-        parts = [instruction, *self.pictures(sample), text_part(self.rubric)]
-        return f"You are an expert judge of {self.subject}s.", parts
+        return f"You are an expert judge of {self.subject}s.", [instruction, *self.pictures(sample), text_part(rubric)]
 
     def pictures(self, sample: JudgeSample) -> list[dict[str, Any]]:
         """Return the images to judge as parts of the message."""
         return self.media(sample)
-
-    def own_rubric(self) -> str:
-        """Return the rubric in the wording of this project, for `request_file` left out."""
-        meanings = [f"{TITLES[name]}: {MEANINGS[name].format(image=self.subject)}" for name in self.aspects]
-        form = [f"{TITLES[name]}:\n## Justification: (why)\n## Score: (a number, or N/A)" for name in self.aspects]
-        return RUBRIC.format(image=self.subject, aspects=_numbered(meanings), form=_numbered(form))
 
     def verdict(self, reply: Reply, sample: JudgeSample) -> Verdict:
         scores = read_aspects(reply.text, {name: TITLES[name] for name in self.aspects})
