@@ -49,7 +49,6 @@ def test_a_judge_asks_in_the_words_of_its_checkout(server, judge, picture, tmp_p
         ("videoalign", "DETAILED_PROMPT_WITH_SPECIAL_TOKEN = 'Rate {text_prompt}'", r"VQ_reward.* 0 times"),
         ("unified_reward_2", "problem = f'Rate {prompt} as {scale}'", "no scale"),
         ("unified_reward_2", "problem = f'Rate {prompt}. Score: X'", "another form of reply"),
-        ("unified_reward_flex", "", "has no problem"),
     ],
 )
 def test_what_cannot_be_read_without_running_it_is_refused(tmp_path, name, code, said):
