@@ -69,7 +69,7 @@ Settings = TypeVar("Settings", bound=SampleSettings)
 class SampleJudge(BaseRewardModel):
     """What judges of samples and of pairs of them share: settings, a `request_file`, and the client.
 
-    `counters` are of calls, tokens and cost.
+    `counters` are of calls and tokens.
     """
 
     required_fields = ("prompt",)
