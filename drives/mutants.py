@@ -33,6 +33,7 @@ LOSSES, COLLATOR, TREE = "vlmrm/training/losses.py", "vlmrm/batching/collator.py
 STEP, ENGINE, PAIRS = "vlmrm/training/step.py", "vlmrm/engine.py", "vlmrm/measures/pairs.py"
 METRICS, INTERVALS, HEAD = "vlmrm/measures/metrics.py", "vlmrm/measures/intervals.py", "vlmrm/modeling/head.py"
 OUTCOME, TRANSFORMS = "vlmrm/rewards/outcome.py", "vlmrm/scoring/transforms.py"
+REWARD_SET, ORIGINALS = "vlmrm/rewards/reward_set.py", "vlmrm/rewards/originals.py"
 SCORER, SERVERS = "vlmrm/scoring/scorer.py", "vlmrm/rewards/servers.py"
 ADAPTERS, VERDICTS, DONORS = "vlmrm/adapters/", "vlmrm/formats/verdicts.py", "vlmrm/data/comparisons.py"
 DUPLICATES, PARTS, GATEWAY = "vlmrm/data/duplicates.py", "vlmrm/modeling/parts.py", "vlmrm/serving/gateway.py"
@@ -112,7 +113,10 @@ MUTANTS = (
     ),
     Mutant(OUTCOME, "result = np.zeros(len(has_any))", "result = np.full(len(has_any), np.nan)", "tests/rewards"),
     Mutant(OUTCOME, "[: rank()]", "[: rank() + 1]", "tests/rewards"),
-    Mutant(OUTCOME, 'missing = float("nan") if', "missing = 0.0 if", "tests/rewards tests/adapters"),
+    Mutant(REWARD_SET, 'missing = float("nan") if', "missing = 0.0 if", "tests/rewards tests/adapters"),
+    Mutant(ORIGINALS, "self._text(value) if place is None else place", "self._text(value)", "tests/rewards/judges"),
+    Mutant(ORIGINALS, "if read != original.reads:", "if False:", "tests/rewards/judges"),
+    Mutant(ORIGINALS, "path.unlink()", "pass", "tests/rewards/judges"),
     Mutant(TRANSFORMS, "(wins.sum(axis=1) - 0.5) / (len(values) - 1)", "wins.mean(axis=1)", "tests/scoring"),
     Mutant(TRANSFORMS, "(counts - 1) / 2", "(counts - 1)", "tests/scoring"),
     Mutant(TRANSFORMS, "if not np.isfinite(values).all():", "if False:", "tests/scoring tests/rewards"),
@@ -120,7 +124,9 @@ MUTANTS = (
     Mutant(SERVERS, "self._passed()\n            raise", "raise", "tests/rewards"),
     Mutant(ADAPTERS + "swift_orm.py", "groups, everywhere=True)", "groups)", "tests/adapters"),
     Mutant(ADAPTERS + "rows.py", "if np.isnan(value) and name in self.needed", "if False", "tests/adapters"),
-    Mutant(OUTCOME, "with_group_means(filled[name], codes.tolist())", "filled[name]", "tests/adapters tests/rewards"),
+    Mutant(
+        OUTCOME, "group_means(filled[name], codes), overall", "filled[name], overall", "tests/adapters tests/rewards"
+    ),
     Mutant("vlmrm/rewards/reward_set.py", "if len(failures) > most else []", "", "tests/rewards"),
     Mutant("vlmrm/rewards/remote.py", "time.monotonic() + PAUSE >= end", "True", "tests/rewards"),
     # Rows that are others.

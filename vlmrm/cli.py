@@ -47,6 +47,7 @@ EXAMPLES_OF_VERBS = (
     "rulers --benchmark rewardbench",
     "merge outputs/lora/final outputs/merged",
     "import Skywork/Skywork-VL-Reward-7B --output models/skywork",
+    "rewards record rational_rewards_t2i --checkout ../Flow-Factory",
     "import my_swift_adapter --base Qwen/Qwen2.5-VL-7B-Instruct --output models/mine",
     "export --model outputs/best --output outputs/exported",
     "serve --model outputs/best",
@@ -83,6 +84,8 @@ app = _App(
 
 app.register_install_completion_command(help="Complete verbs and options in this shell: bash, zsh or fish.")
 app.command(serving)
+rewards = App(name="rewards", help="Rewards for reinforcement learning.")
+app.command(rewards)
 
 app.command(convert)
 app.command(split)
@@ -243,6 +246,25 @@ def import_(
 
     made = import_reward(source, output, **options)
     say(f"imported {source} into {output}: {made.layout}, output {made.output_name}")
+
+
+@rewards.command
+def record(name: str, *, checkout: Path, output: Path = Path()) -> None:
+    """Write the request or instruction of a published judge as a file, in the words of its own program.
+
+    Nothing of the checkout is run; the file is read as the reward reads it, and so is the reply that it asks for.
+
+    Args:
+        name: The judge or one of its programs; docs/rewards.md lists them.
+        checkout: A clone of its repository, or the folder in which its package is installed.
+        output: Folder of the file.
+    """
+    from vlmrm.rewards.originals import record
+
+    original, paths = record(name, checkout, output)
+    lines = [f"  {setting}: {path}" for setting, path in paths.items()]
+    reward = [f"  reward_model: {original.reward}"] if original.reward else []
+    say("\n".join([f"wrote what {original.project} says; name it in the configuration:", *reward, *lines]))
 
 
 @app.command

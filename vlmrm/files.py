@@ -25,9 +25,6 @@ logger = logging.getLogger("vlmrm")
 # Hashing releases the GIL: more threads than this wait for the disk instead.
 THREADS = 8
 
-# The package hpsv3 prints this on import: an instruction saved by redirecting its output begins with it.
-PRINTED = "Flash Attention is not installed"
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of errors that more space mends
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -202,8 +199,6 @@ def read_wording(path: str | Path, where: str, *placeholders: str) -> str:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where} cannot be read ({error}): check it.") from error
-    if PRINTED in text:
-        raise ConfigError(f"{where} has the line {PRINTED!r}, which hpsv3 printed: save it as docs/rewards.md says.")
     for placeholder in placeholders:
         if text.count(placeholder) != 1:
             raise ConfigError(f"{where} has {placeholder} {text.count(placeholder)} times: write it once.")

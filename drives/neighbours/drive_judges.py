@@ -1,7 +1,7 @@
 """Judges' own programs, unmodified but for their empty prompts, paths and addresses, and ours by a request_file.
 
-Both ask a server that keeps what it is sent; all bodies must be equal byte for byte. The file is made as
-docs/rewards.md says: of what a program sends for the prompt `{prompt}`. NEIGHBOUR_PATH has copies of the programs.
+Both ask a server that keeps what it is sent; all bodies must be equal byte for byte. The file is what `vlmrm rewards
+record` writes. NEIGHBOUR_PATH has copies of the programs.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from checks import Case, main
 from PIL import Image
 
 from vlmrm.rewards import RewardArguments, reward_model_class
+from vlmrm.rewards.originals import record
 
 SAMPLES = 200
 SIZE = (512, 512)
@@ -44,7 +44,6 @@ ALPHABETS = (
     "🙂𝔘",
     "{image}{prompt}",
 )
-ENCODINGS = {"jpeg": {"format": "jpeg"}, "jpeg 95": {"format": "jpeg", "quality": 95}, "png": {"format": "png"}}
 PAIR = ("first", "second")
 # A reply that all of them can read: scores of every form, a winner, and a first token.
 REPLY = """Final Score: 4
@@ -86,13 +85,11 @@ Send = Callable[[Sequence[Sample], str], Any]
 
 @dataclass(frozen=True)
 class Program:
-    """A judge's program: what sends its requests to an address, and the reward and pictures that they are for."""
+    """A judge's program: what sends its requests to an address, and the reward that they are for."""
 
     copy: str
     send: Send
     reward: str
-    shows: tuple[str, ...]  # in the order of its requests
-    encoding: str
 
 
 class Server(ThreadingHTTPServer):
@@ -257,11 +254,7 @@ def edit_score(case: Case) -> str:
     def ask(prompt: str, one: Sample) -> None:
         judge.evaluate([one.pictures["source"], one.pictures["image"]], prompt)
 
-    following, quality, *_ = recorder.taken(lambda: ask("{prompt}", given[0]))
-    files = {
-        "request_file": request_file(following, ("source", "image"), "jpeg"),
-        "quality_request_file": request_file(quality, ("image",), "jpeg"),
-    }
+    files = recorded("edit_score", "EditScore")
     theirs = recorder.taken(lambda: [ask(one.prompt, one) for one in given])
     sent = recorder.taken(lambda: ours("edit_score", given, recorder.url, replies=PASSES, **files))
     return verdict(theirs, sent, 2 * PASSES * len(given), commit(copy("EditScore")))
@@ -275,28 +268,24 @@ TWO = ("image_path_1 = '/path/to/image1'", "image_path_2 = '/path/to/image2'")
 
 def unified(file: str, shows: Sequence[str], prompt: str, *paths: str, root: str = ".") -> Program:
     reward = "pairwise_judge" if "second" in shows else "unified_reward"
-    return Program("UnifiedReward", script(file, root, prompt, *paths)(shows), reward, tuple(shows), "jpeg 95")
+    return Program("UnifiedReward", script(file, root, prompt, *paths)(shows), reward)
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "vllm_evaluate": lambda: Program(
-        "Flow-Factory", flow_factory("vllm_evaluate", "VLMEvaluateRewardModel"), "vllm_evaluate", ("image",), "jpeg"
+        "Flow-Factory", flow_factory("vllm_evaluate", "VLMEvaluateRewardModel"), "vllm_evaluate"
     ),
     "rational_rewards_t2i": lambda: Program(
         "Flow-Factory",
         flow_factory("rational_rewards_t2i", "RationalRewardsT2IRewardModel"),
         "rational_rewards_t2i",
-        ("image",),
-        "png",
     ),
     "rational_rewards_edit": lambda: Program(
         "Flow-Factory",
         flow_factory("rational_rewards_edit", "RationalRewardsEditRewardModel"),
         "rational_rewards_edit",
-        ("source", "image"),
-        "png",
     ),
-    "unified_reward_1": lambda: Program("RationalRewards", unified_reward_1, "unified_reward", ("image",), "png"),
+    "unified_reward_1": lambda: Program("RationalRewards", unified_reward_1, "unified_reward"),
     "unified_reward_2": lambda: unified(
         f"{ACS}/point_score_ACS_image_generation.py", ("image",), "prompt = ''", "image_path = ''"
     ),
@@ -334,25 +323,6 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
 # What ours sends ----------------------------------------------------------------------------------------------------
 
 
-def request_file(body: bytes, shows: Sequence[str], encoding: str) -> str:
-    """Make a request_file of what a program sent for the prompt `{prompt}`: names in place of its pictures."""
-    request = json.loads(body)
-    urls = [
-        part["image_url"]
-        for message in request["messages"]
-        if isinstance(message["content"], list)
-        for part in message["content"]
-        if part["type"] == "image_url"
-    ]
-    for name, url in zip(shows, urls, strict=True):
-        url["url"] = url["url"].partition("base64,")[0] + f"base64,{{{name}}}"
-    style = "spaced" if json.dumps(json.loads(body)).encode() == body else "compact"
-    file = Path(f"request_{len(list(Path().iterdir()))}.yaml")
-    content = {"pictures": ENCODINGS[encoding], "style": style, "body": request}
-    file.write_text(yaml.safe_dump(content, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    return str(file)
-
-
 def ours(reward: str, given: Sequence[Sample], url: str, **settings: Any) -> None:
     """Ask our reward about the samples: a pair is a group of two."""
     settings |= {"api_base_url": f"{url}/v1", "malformed_retries": 0}
@@ -369,16 +339,21 @@ def ours(reward: str, given: Sequence[Sample], url: str, **settings: Any) -> Non
     )
 
 
-def compared(program: Program, given: list[Sample], recorder: Recorder) -> str:
+def recorded(name: str, project: str) -> dict[str, str]:
+    """Return the files that `vlmrm rewards record` makes of a program, by setting."""
+    folder = Path("recorded", name).resolve()
+    return {setting: str(path) for setting, path in record(name, copy(project), folder)[1].items()}
+
+
+def compared(name: str, program: Program, given: list[Sample], recorder: Recorder) -> str:
     """Return how many of a program's requests are ours too."""
     pairs = program.reward == "pairwise_judge"
-    template = recorder.taken(lambda: program.send([Sample("{prompt}", given[0].pictures)], recorder.url))
-    file = request_file(template[0], program.shows, program.encoding)
+    files = recorded(name, program.copy)
     orders = [given, [one.swapped for one in given]] if pairs else [given]
     theirs = [
         body for order in orders for body in recorder.taken(lambda order=order: program.send(order, recorder.url))
     ]
-    sent = recorder.taken(lambda: ours(program.reward, given, recorder.url, request_file=file))
+    sent = recorder.taken(lambda: ours(program.reward, given, recorder.url, **files))
     return verdict(theirs, sent, len(orders) * len(given), commit(copy(program.copy)))
 
 
@@ -398,7 +373,7 @@ def checked(name: str) -> Callable[[Case], str]:
             given = [
                 Sample(one.prompt, {**one.pictures, "image": one.pictures["image"].resize(SIZE)}) for one in given
             ]
-        return compared(program, given, Recorder())
+        return compared(name, program, given, Recorder())
 
     return check
 

@@ -71,7 +71,7 @@ def attached(conversation: Conversation) -> Conversation:
 
 def of_columns(conversation: Conversation) -> Conversation:
     """As the adapters give it to a `RewardSet`."""
-    columns, _ = text_columns([write_messages(conversation.prompt)], [write_messages([conversation.answer])], None)
+    columns = text_columns([write_messages(conversation.prompt)], [write_messages([conversation.answer])], None)
     return sample_to_conversation(read_sample({name: column[0] for name, column in columns.items()}))
 
 

@@ -95,7 +95,7 @@ def rewards(settings) -> RewardSet:
 def test_a_conversation_has_one_score_on_every_route(expected, answers, rewards, name):
     scores = expected[name]
     assert abs(scores[0] - scores[1]) > 1e-4
-    columns, _ = text_columns([one[:-1] for one in PAIRS[name]], [one[-1:] for one in PAIRS[name]], None)
+    columns = text_columns([one[:-1] for one in PAIRS[name]], [one[-1:] for one in PAIRS[name]], None)
     here = rewards(**columns, groups=[0, 0]).rewards
     for reward, wanted in (("vlm_reward", scores), ("vlm_reward_group", wins(scores))):
         served_ones = answers[reward][name]

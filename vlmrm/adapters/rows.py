@@ -76,12 +76,8 @@ class SharedSet:
         A collective call. A row that is no conversation, as its images do not fit its prompt, fails in every reward.
         """
         self._set = self._set or RewardSet(self.config)
-        own, reasons = text_columns(*rows)
-        whole = [index for index in range(len(groups)) if index not in reasons]
         extra = {name: column for name, column in columns.items() if name not in NO_COLUMNS and column is not None}
-        taken = {name: [it[index] for index in whole] for name, it in extra.items() if len(it) == len(groups)}
-        scored = self._set(**{**extra, **taken, **own}, groups=[groups[index] for index in whole])
-        return scored.with_failures(whole, groups, reasons, [reward.arguments for reward in self._set.rewards])
+        return self._set(**{**extra, **text_columns(*rows)}, groups=groups)
 
     def take(self, name: str, answers: Any, compute: Callable[[], dict[str, np.ndarray]]) -> np.ndarray:
         """Return the reward `name`, [N]. A framework calls all functions of a round with one list of answers."""
@@ -188,16 +184,15 @@ _batchers: dict[str, SampleBatcher] = {}
 
 def text_columns(
     prompts: Column, answers: Column, images: Column | None = None, videos: Column | None = None
-) -> tuple[dict[str, list[Any]], dict[int, str]]:
-    """Return a text policy's rows as columns of samples (`response`: the answer), and by index why others fail."""
-    samples: list[dict[str, Any]] = []
-    reasons: dict[int, str] = {}
-    for index, row in enumerate(zip_columns(prompts, answers, images, videos)):
+) -> dict[str, list[Any]]:
+    """Return a text policy's rows as columns of samples (`response`: the answer); the prompt of a bad row says why."""
+    samples: list[Mapping[str, Any]] = []
+    for row in zip_columns(prompts, answers, images, videos):
         try:
             samples.append(write_sample(conversation_to_sample(read_answer(*row))))
         except RowError as error:
-            reasons[index] = error.reason
-    return {name: [sample.get(name) for sample in samples] for name in ("prompt", "response", *MEDIA)}, reasons
+            samples.append({"prompt": error})
+    return {name: [sample.get(name) for sample in samples] for name in ("prompt", "response", *MEDIA)}
 
 
 def prompt_keys(prompts: Column, *media: Column | None) -> list[Hashable]:

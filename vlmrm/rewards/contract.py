@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
-from pydantic import Field, SecretStr
+from pydantic import BaseModel, Field, SecretStr, create_model
 
-from vlmrm.errors import ConfigError
+from vlmrm.errors import ConfigError, RewardError
 from vlmrm.files import read_wording
 from vlmrm.libraries import parse_device, parse_dtype
 from vlmrm.settings import Strict, validate
@@ -28,28 +30,13 @@ if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
 
 Processes: TypeAlias = "Accelerator | PartialState | None"
+PLACEHOLDER = "{text_prompt}"  # of the prompt in a template_file
+FREE = ("reward_model", "dtype", "device", "extra_kwargs")  # settings that have types of their own
 CREDENTIALS = re.compile(r"://[^/?#\s'\"]*@")  # of an address
 
-_Range = Annotated[list[float], Field(min_length=2, max_length=2)]  # lowest and highest
-
-
-class _Rules(Strict, strict=True):
-    """Types and bounds of the fields of `RewardArguments` that are no names of types or devices."""
-
-    name: str = Field(min_length=1)
-    weight: float
-    batch_size: int = Field(ge=1)
-    async_reward: bool
-    num_workers: int = Field(ge=1)
-    on_failure: Literal["raise", "mask", "fallback"]
-    fallback_reward: float | None
-    valid: _Range | None
-    clip: _Range | None
-    uncertainty_penalty: float = Field(ge=0)
-    length_penalty: float = Field(ge=0)
-    length_free: int = Field(ge=0)
-    deadline: float | None = Field(gt=0)
-    max_missing: float = Field(ge=0, le=1)
+Range = Annotated[list[float], Field(min_length=2, max_length=2)]  # lowest and highest
+Count = Annotated[int, Field(ge=1)]
+Penalty = Annotated[float, Field(ge=0)]
 
 
 @dataclass
@@ -85,29 +72,29 @@ class RewardArguments:
             the run ends with the first error, whatever `on_failure` says.
     """
 
-    name: str = "default"
+    name: Annotated[str, Field(min_length=1)] = "default"
     reward_model: str | None = None
     weight: float = 1.0
     dtype: str | torch.dtype = "bfloat16"
     device: str | torch.device = "cuda"
-    batch_size: int = 16
+    batch_size: Count = 16
     async_reward: bool = False
-    num_workers: int = 1
-    on_failure: str = "raise"
+    num_workers: Count = 1
+    on_failure: Literal["raise", "mask", "fallback"] = "raise"
     fallback_reward: float | None = None
-    valid: list[float] | None = None
-    clip: list[float] | None = None
-    uncertainty_penalty: float = 0.0
-    length_penalty: float = 0.0
-    length_free: int = 0
-    deadline: float | None = None
-    max_missing: float = 0.5
+    valid: Range | None = None
+    clip: Range | None = None
+    uncertainty_penalty: Penalty = 0.0
+    length_penalty: Penalty = 0.0
+    length_free: Annotated[int, Field(ge=0)] = 0
+    deadline: Annotated[float, Field(gt=0)] | None = None
+    max_missing: Annotated[float, Field(ge=0, le=1)] = 0.5
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         where = f"reward {self.name}"
         # A configuration is YAML, where `weight: "1"` or `batch_size: 2.5` would be noticed much later.
-        validate(_Rules, {name: getattr(self, name) for name in _Rules.model_fields}, where)
+        validate(_rules(), {name: getattr(self, name) for name in _rules().model_fields}, where)
         torch: Any = _torch()
         try:
             if torch is None or not isinstance(self.dtype, torch.dtype):
@@ -144,9 +131,26 @@ class RewardArguments:
         raise AttributeError(f"reward {self.__dict__.get('name')} has no setting {name}: give it in its configuration")
 
 
+@cache
+def _rules() -> type[BaseModel]:
+    """Return the types and bounds of the fields that are no names of types or devices."""
+    checked = [each for each in fields(RewardArguments) if each.name not in FREE]
+    rules: dict[str, Any] = {each.name: (each.type, ...) for each in checked}
+    return create_model("Rules", __base__=Strict, __module__=__name__, __cls_kwargs__={"strict": True}, **rules)
+
+
 def _torch() -> Any:
     """Return torch, or None where it is not installed: a client of judges and servers does without."""
     return importlib.import_module("torch") if find_spec("torch") else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a reward model says of one sample: a reward, details for the audit log, and why there is none."""
+
+    reward: float = math.nan
+    details: Mapping[str, Any] = field(default_factory=dict)
+    failure: str | None = None
 
 
 @dataclass
@@ -159,6 +163,25 @@ class RewardModelOutput:
     rewards: torch.Tensor | np.ndarray | list[float]  # one finite number a sample: [N]
     extra_info: dict[str, Any] | None = None  # details for the audit log, where a list of N is split by sample
     failures: Mapping[int, str] = field(default_factory=dict)  # why samples, by index, have none: numbers are ignored
+
+    @classmethod
+    def of(cls, verdicts: Sequence[Verdict]) -> RewardModelOutput:
+        """Return the verdicts on all samples of a call as its output."""
+        names = dict.fromkeys(name for verdict in verdicts for name in verdict.details)
+        info = {name: [verdict.details.get(name) for verdict in verdicts] for name in names}
+        failures = {index: it.failure for index, it in enumerate(verdicts) if it.failure is not None}
+        return cls([verdict.reward for verdict in verdicts], info, failures)
+
+    @classmethod
+    def each(cls, judge: Callable[..., Verdict], *columns: Sequence[Any]) -> RewardModelOutput:
+        """Return the output by a call of `judge` with each sample; one for which it raises RewardError fails."""
+        verdicts = []
+        for values in zip(*columns, strict=True):
+            try:
+                verdicts.append(judge(*values))
+            except RewardError as error:
+                verdicts.append(Verdict(failure=str(error)))
+        return cls.of(verdicts)
 
 
 def choice(arguments: RewardArguments, name: str, default: str, choices: tuple[str, ...]) -> str:
@@ -179,7 +202,6 @@ class BaseRewardModel(ABC):
     required_fields: tuple[str, ...] = ("prompt", "image")
     use_tensor_inputs: bool = False
     text_prompts: ClassVar[bool] = False  # a sample whose prompt is messages fails; where all of a round do, it ends
-    instead_of_texts: ClassVar[str] = "leave such turns out, or give each prompt as one text"  # what to do then
     message_responses: ClassVar[bool] = False  # `response` may show an image or video; without it such a sample fails
     options: ClassVar[tuple[str, ...] | None] = None  # names of the extra settings; None accepts any
     deterministic: bool = True  # False for rewards that must be computed anew where a cached result would be used
@@ -259,9 +281,11 @@ class GroupwiseRewardModel(BaseRewardModel):
     """
 
 
-def read_template(config: RewardArguments, path: str, *placeholders: str) -> str:
-    """Return the text of a file that has each of the `placeholders` once.
+def read_template(config: RewardArguments, *placeholders: str) -> str | None:
+    """Return the text of the file `template_file`, with the prompt's place and each of `placeholders` once.
 
-    So a reward reads wording that vlmrm does not contain: its setting `template_file`.
+    So a reward reads wording that vlmrm does not contain. None where no file is named.
     """
-    return read_wording(path, f"reward {config.name}: template_file {path}", *placeholders)
+    if (path := config.extra_kwargs.get("template_file")) is None:
+        return None
+    return read_wording(path, f"reward {config.name}: template_file {path}", PLACEHOLDER, *placeholders)

@@ -19,36 +19,32 @@ def reward_items(model: BaseRewardModel, items: Sequence[Content], groups: Seque
 
     An item that is an error, or lacks what the reward needs, fails alone. `groups` has the id of each item's group.
     """
-    result = CallResult()
-    rows: list[Mapping[str, Any]] = []
-    for index, item in enumerate(items):
-        try:
-            row = _columns(item)
-            for names in required_columns(model):
-                if all(row.get(name) is None for name in names):
-                    raise RowError(f"it has no {' or '.join(names)}, which this reward needs")
-            rows.append(row)
-        except RowError as error:
-            result.failures[index] = error.reason
-            rows.append({})
+    reads_answers = bool(accepted_fields(model, ["response"]))
+    rows = [_row(model, item, reads_answers) for item in items]
     names = dict.fromkeys(["prompt", *(name for row in rows for name in row if name != "group")])
     samples = Samples({name: [row.get(name) for row in rows] for name in names}, groups)
-    if "response" not in accepted_fields(model, samples.columns):
-        for index, item in enumerate(items):
-            # A sample may have columns for other rewards, but a conversation is about its answer.
-            if isinstance(item, Conversation) and rows[index].get("response") is not None:
-                result.failures[index] = "its answer is no image or video alone, and this reward reads no response"
-    valid = [index for index in range(len(items)) if index not in result.failures]
     if isinstance(model, GroupwiseRewardModel):
-        batches = [[index for index in group if index in valid] for group in samples.by_group().values()]
+        batches = samples.by_group().values()
     else:
-        batches = list(batched(model, samples, valid, model.config.batch_size))
-    for batch in filter(None, batches):
+        batches = batched(model, samples, range(len(samples)), model.config.batch_size)
+    result = CallResult()
+    for batch in batches:
         result.update(call(model, samples.take(batch)))
     return result
 
 
-def _columns(item: Content) -> Mapping[str, Any]:
-    if isinstance(item, RowError):
-        raise item
-    return write_sample(conversation_to_sample(item)) if isinstance(item, Conversation) else item
+def _row(model: BaseRewardModel, item: Content, reads_answers: bool) -> Mapping[str, Any]:
+    """Return the columns of an item, or as its prompt why it has none."""
+    try:
+        if isinstance(item, RowError):
+            raise item
+        row = write_sample(conversation_to_sample(item)) if isinstance(item, Conversation) else item
+        for names in required_columns(model):
+            if all(row.get(name) is None for name in names):
+                raise RowError(f"it has no {' or '.join(names)}, which this reward needs")
+        # A sample may have columns for other rewards, but a conversation is about its answer.
+        if isinstance(item, Conversation) and row.get("response") is not None and not reads_answers:
+            raise RowError("its answer is no image or video alone, and this reward reads no response")
+        return row
+    except RowError as error:
+        return {"prompt": error}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,9 @@ from typing import Any
 import numpy as np
 
 from vlmrm.errors import ConfigError, RewardError
-from vlmrm.rewards.contract import RewardArguments
 from vlmrm.rewards.ranks import gather, rank, world_size
 from vlmrm.rewards.samples import Samples
 from vlmrm.scoring.transforms import FLOOR
-
-logger = logging.getLogger("vlmrm")
 
 
 @dataclass(frozen=True)
@@ -41,33 +37,6 @@ class Rewards:
     def total(self) -> np.ndarray:
         """Return the weighted sum of the rewards: [N], NaN where one is missing; one of weight 0 may be."""
         return weighted_total(self.rewards, self.weights, len(next(iter(self.rewards.values()))))
-
-    def with_failures(
-        self,
-        whole: Sequence[int],
-        groups: Sequence[Hashable],
-        reasons: Mapping[int, str],
-        configured: Sequence[RewardArguments],
-    ) -> Rewards:
-        """Return the rewards of more samples: those here are `whole`, and the others never reached a reward."""
-        if not reasons:
-            return self
-        index, reason = min(reasons.items())
-        rewards = {}
-        for arguments in configured:
-            if arguments.on_failure == "raise":
-                raise RewardError(f"reward {arguments.name}: sample {index}: {reason}")
-            missing = float("nan") if arguments.fallback_reward is None else arguments.fallback_reward
-            rewards[arguments.name] = np.full(len(groups), missing)
-            rewards[arguments.name][whole] = self.rewards[arguments.name]
-        logger.warning(
-            "%d of %d samples have no reward, first sample %d: %s", len(reasons), len(groups), index, reason
-        )
-        failures = {
-            name: {whole[own]: why for own, why in of.items()} | dict(reasons) for name, of in self.failures.items()
-        }
-        info = {name: {whole[own]: details for own, details in of.items()} for name, of in self.info.items()}
-        return replace(self, rewards=rewards, groups=list(groups), failures=failures, info=info)
 
     def advantages(self, method: str | Aggregator = "gdpo", *, global_std: bool = True) -> np.ndarray:
         """Return `vlmrm.rewards.outcome.advantages` of the rewards: [N]. A collective call: every rank makes it."""
@@ -148,8 +117,7 @@ def without_missing(
         if not np.isnan(values).all():
             filled[name][has_any] = _filled(values[has_any], _codes(codes[has_any]))
             overall = np.nanmean(filled[name]) if everywhere else np.nan
-            level = with_group_means(filled[name], codes.tolist())
-            filled[name] = np.where(np.isnan(level), overall, level)
+            filled[name] = _first_of(filled[name], group_means(filled[name], codes), overall)
     return {name: values[own_slice] for name, values in filled.items()}
 
 
@@ -210,7 +178,7 @@ def _in_groups(values: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.nd
     Centred values are exactly 0 in a constant group.
     """
     sizes = np.bincount(codes)
-    centred = values - (np.bincount(codes, values) / sizes)[codes]
+    centred = _centred(values, codes)
     low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
     np.minimum.at(low, codes, values)
     np.maximum.at(high, codes, values)
@@ -221,21 +189,22 @@ def _in_groups(values: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.nd
 
 def _filled(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """Return the values with NaN as the group's mean, else the mean of all, else 0."""
-    if not np.isnan(values).any():
-        return values
     overall = 0.0 if np.isnan(values).all() else np.nanmean(values)
-    means = with_group_means(values, codes.tolist())
-    return np.where(np.isnan(means), overall, means)
+    return _first_of(values, group_means(values, codes), overall)
 
 
-def with_group_means(values: np.ndarray, groups: Sequence[Hashable]) -> np.ndarray:
-    """Return `values` [N] with each NaN as the mean of its group; it stays where the whole group is missing."""
-    present: dict[Hashable, list[float]] = {}
-    for group, value in zip(groups, values.tolist(), strict=True):
-        if not np.isnan(value):
-            present.setdefault(group, []).append(value)
-    means = [float(np.mean(present[group])) if group in present else np.nan for group in groups]
-    return np.where(np.isnan(values), means, values)
+def _first_of(values: np.ndarray, means: np.ndarray, overall: float) -> np.ndarray:
+    """Return each value, where there is none the mean, where there is none `overall`: [N]."""
+    return np.where(np.isnan(values), np.where(np.isnan(means), overall, means), values)
+
+
+def group_means(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
+    """Return the mean of the rewards that each one's group has: [N], NaN where it has none."""
+    present = ~np.isnan(values)
+    size = int(codes.max(initial=-1)) + 1
+    counts = np.bincount(codes[present], minlength=size)
+    sums = np.bincount(codes[present], values[present], minlength=size)
+    return np.divide(sums, counts, out=np.full(size, np.nan), where=counts > 0)[codes]
 
 
 def _codes(groups: Sequence[Hashable] | np.ndarray) -> np.ndarray:
@@ -313,11 +282,7 @@ def _no_signal(values: np.ndarray, codes: np.ndarray) -> float:
 
 def _centred(values: np.ndarray, codes: np.ndarray) -> np.ndarray:
     """Return the values less the mean of their group's present ones; NaN stays."""
-    present = ~np.isnan(values)
-    size = int(codes.max(initial=-1)) + 1
-    counts = np.bincount(codes[present], minlength=size)
-    sums = np.bincount(codes[present], values[present], minlength=size)
-    return values - (sums / np.maximum(counts, 1))[codes]
+    return values - group_means(values, codes)
 
 
 def _correlation(one: np.ndarray, other: np.ndarray) -> float:

@@ -63,7 +63,6 @@ class _Settings(ClientSettings):
 class _Remote(BaseRewardModel):
     required_fields = ("prompt",)
     text_prompts = True
-    instead_of_texts = "a service of vlmrm takes messages by vlm_reward or vlm_reward_group, with model_path: ADDRESS"
     options = tuple(_Settings.model_fields)
     default_timeout: ClassVar[float]
 
@@ -100,21 +99,13 @@ class _Remote(BaseRewardModel):
 
 
 class RemotePointwiseRewardModel(_Remote, PointwiseRewardModel):
-    """A server's reward of each sample; a request has at most `batch_size` of them.
-
-    Settings: `server_url`, one address or a list of replicas; `timeout` (60 s) for a request;
-    `retry_attempts` (3), how often all servers are tried; `patience` (0), seconds for which servers that are away are
-    asked again before a call fails, `.inf` until one is back; `wait_seconds` (0) until the first must be ready.
-    """
+    """A server's reward of each sample; a request has at most `batch_size` of them."""
 
     default_timeout = 60.0
 
 
 class RemoteGroupwiseRewardModel(_Remote, GroupwiseRewardModel):
-    """A server's rewards of the samples of one group; a request has one group.
-
-    Settings as of `RemotePointwiseRewardModel`; `timeout` is 120 s.
-    """
+    """A server's rewards of the samples of one group; a request has one group."""
 
     default_timeout = 120.0
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from vlmrm.data.media import RoundMedia, media_round
-from vlmrm.errors import Denied, RewardError
+from vlmrm.errors import Denied, RewardError, RowError
 from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, Processes, RewardArguments
 from vlmrm.rewards.outcome import AuditLog, Rewards
 from vlmrm.rewards.ranks import exchange_results, gather, groups_to_compute, process_state
@@ -356,7 +356,9 @@ class _PendingReward:
                 if isinstance(error, Denied) or not isinstance(error, FAILURES):
                     self.raised = error
                 result = CallResult(failures=dict.fromkeys(part.indices, _said(error).rstrip(".")))
-            if self.reward.model.text_prompts and not any(isinstance(it, str) for it in part.columns["prompt"]):
+            if self.reward.model.text_prompts and not any(
+                isinstance(prompt, (str, RowError)) for prompt in part.columns["prompt"]
+            ):
                 self.raised = self.raised or Denied(next(iter(result.failures.values())))
             return result, time.perf_counter() - started
 

@@ -30,7 +30,7 @@ class Samples:
 
     An image is a PIL image, a path, bytes, a data URI, or a tensor or array (C, H, W), uint8 or float in [0, 1]; a
     video is a list of images or one array (T, C, H, W); conditions are lists of those. None means that a sample has
-    none.
+    none. A sample whose prompt is a RowError fails in every reward.
 
     Args:
         groups: the id of each sample's group, such as the number of its prompt; None where there are no groups.
@@ -67,6 +67,10 @@ class Samples:
     def has(self, name: str, position: int) -> bool:
         """Return whether a sample has a value of this column."""
         return name in self.columns and self.columns[name][position] is not None
+
+    def broken(self, position: int) -> bool:
+        """Return whether a sample is only the reason why it is none."""
+        return self.has("prompt", position) and isinstance(self.columns["prompt"][position], RowError)
 
     def by_group(self) -> dict[Hashable, list[int]]:
         """Return the positions of each group's samples, groups by their first sample; empty without groups."""
@@ -142,6 +146,8 @@ def _called(model: BaseRewardModel, samples: Samples) -> CallResult:
     result, arguments, indices = CallResult(), {name: [] for name in names}, []
     for position, index in enumerate(samples.indices):
         try:
+            if samples.broken(position):
+                raise samples.columns["prompt"][position]
             values = {}
             for name in names:
                 if name in MEDIA and not samples.has(name, position):
@@ -150,7 +156,7 @@ def _called(model: BaseRewardModel, samples: Samples) -> CallResult:
             if model.text_prompts and not isinstance(values.get("prompt", ""), str):
                 raise RowError(
                     "its prompt is messages, as with a system turn or several turns, and this reward takes one text: "
-                    f"{model.instead_of_texts}"
+                    "give it as one, or a service of vlmrm as the model_path of vlm_reward, which takes messages"
                 )
             medium = _first_medium(values.get("response"))
             if medium and not model.message_responses:
@@ -242,7 +248,7 @@ def _call_fields(model: BaseRewardModel, samples: Samples) -> list[str]:
     """Return the columns to call `model` with: those required, and those that it accepts and any sample has."""
     for names in required_columns(model):
         for position, index in enumerate(samples.indices):
-            if not any(samples.has(name, position) for name in names):
+            if not samples.broken(position) and not any(samples.has(name, position) for name in names):
                 raise ContractError(
                     f"sample {index} has no {' or '.join(names)}, which this reward needs: give it one."
                 )

@@ -35,11 +35,11 @@ def test_the_score_is_the_root_of_the_smaller_scores_and_the_mean_over_passes(se
         ['{"reasoning": "", "score": [20, 15]}', '{"reasoning": "", "score": [5, 25]}'],
         ['{"reasoning": "", "score": [25, 10]}', '{"reasoning": "", "score": [24.5, 20]}'],
     )
-    output = edit_score(replies=2, max_concurrent=1)(["make it red"], [picture], [[SOURCE]])
+    output = edit_score(replies=2, max_concurrent=1)(["make it red"], [picture], condition_images=[[SOURCE]])
     passes = [math.sqrt(6.0 * 4.0), math.sqrt(2.0 * 8.0)]
     assert output.rewards == pytest.approx([sum(passes) / 2], abs=1e-12) and not output.failures
-    assert output.extra_info["passes"] == [pytest.approx(passes)]
-    assert output.extra_info["following_scores"] == [[[20.0, 15.0], [5.0, 25.0]]]
+    assert output.extra_info["rewards"] == [pytest.approx(passes)]
+    assert output.extra_info["scores"] == [[[[20.0, 15.0], [25.0, 10.0]], [[5.0, 25.0], [24.5, 20.0]]]]
     assert sum("make it red" in text for text in server.texts) == 2  # the instruction is in the first question alone
 
 
@@ -72,12 +72,12 @@ def test_what_has_no_two_scores_is_a_failure_and_no_guess(server, edit_score, pi
         read_scores(text)
     good = '{"score": [20, 15]}'
     server.behave = answering([good, text], [good, good])
-    output = edit_score(max_concurrent=1)(["a", "b"], [picture] * 2, [[SOURCE]] * 2)
+    output = edit_score(max_concurrent=1)(["a", "b"], [picture] * 2, condition_images=[[SOURCE]] * 2)
     assert list(output.failures) == [1] and "it begins" in output.failures[1] and math.isnan(output.rewards[1])
     assert output.rewards[0] == pytest.approx(6.0)
 
 
 def test_an_edit_needs_one_source(server, edit_score, picture):
     server.behave = lambda *_: completion('{"score": [20, 15]}')
-    output = edit_score()(["a", "b"], [picture] * 2, [[SOURCE], [SOURCE] * 2])
+    output = edit_score()(["a", "b"], [picture] * 2, condition_images=[[SOURCE], [SOURCE] * 2])
     assert list(output.failures) == [1] and "has 2 condition images" in output.failures[1]

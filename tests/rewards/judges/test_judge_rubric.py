@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rewards.judges.judge_server import completion, error
+from tests.rewards.judges.judge_server import completion
 from vlmrm.errors import ConfigError
 from vlmrm.rewards.judges.rubric import load_rubric
 
@@ -100,13 +100,9 @@ def test_a_reply_that_does_not_follow_the_rubric_is_a_failure(server, rubric, pi
     assert said in output.failures[0] and output.extra_info["reply"] == [reply]
 
 
-def test_the_server_is_asked_for_json_of_the_rubric_s_form_where_it_can(server, rubric, picture):
-    server.behave = lambda body, number: (
-        error(400) if "response_format" in body else completion("content: 4\nflaws: 3")
-    )
+def test_the_question_has_the_scales_and_the_fenced_prompt(server, rubric, picture):
+    server.behave = lambda *_: completion("content: 4\nflaws: 3")
     assert rubric()(prompt=["{prompt} a fair"], image=[picture]).rewards == [pytest.approx(0.525)]
-    schema = server.bodies[0]["response_format"]["json_schema"]["schema"]
-    assert schema["required"] == ["content", "flaws"]
     assert "from 1 (worst) to 5 (best): Does it show it?" in server.texts[0]
     assert ">\n{prompt} a fair\n</data-" in server.texts[0]
 

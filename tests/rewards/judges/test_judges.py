@@ -145,13 +145,6 @@ def test_a_reply_that_is_no_judgement_is_a_failure_with_its_beginning(server, ju
 # UnifiedReward -------------------------------------------------------------------------------------------------------
 
 
-def test_unified_reward_is_the_final_score(server, judge, picture):
-    server.behave = lambda *_: completion("cat (animal): 1\nred (colour): 0\n**Final Score:** 3.5/5")
-    output = judge()(prompt=["a red cat"], image=[picture])
-    assert output.rewards == [3.5]
-    assert output.extra_info["aspects"] == [{"cat (animal)": 1.0, "red (colour)": 0.0, "Final Score": 3.5}]
-
-
 def test_unified_reward_of_a_video_is_out_of_ten(server, judge, picture):
     server.behave = lambda *_: completion("visual quality: 4\nFinal Score: 8")
     assert judge()(prompt=["a cat"], video=[[picture, picture]]).rewards == [8.0]
@@ -159,20 +152,16 @@ def test_unified_reward_of_a_video_is_out_of_ten(server, judge, picture):
 
 
 @pytest.mark.parametrize(
-    ("text", "reward", "aspects"),
+    ("text", "reward"),
     [
-        (
-            "Alignment Score (1-5): 2.7\nCoherence Score (1-5): 2.4\n**Style Score (1-5):** 3.9",
-            3.0,
-            {"Alignment": 2.7, "Coherence": 2.4, "Style": 3.9},
-        ),
-        ('{\n\n"reasoning" : "It has "A" in it.",\n"score" : [20, 13.5],\n}', 13.5, [20.0, 13.5]),
+        ("cat (animal): 1\nred (colour): 0\n**Final Score:** 3.5/5", 3.5),
+        ("Alignment Score (1-5): 2.7\nCoherence Score (1-5): 2.4\n**Style Score (1-5):** 3.9", 3.0),
+        ('{\n\n"reasoning" : "It has "A" in it.",\n"score" : [20, 13.5],\n}', 13.5),
     ],
 )
-def test_unified_reward_2_and_edit_have_no_final_score(server, judge, picture, text, reward, aspects):
+def test_unified_reward_is_the_final_score_or_that_of_2_and_edit(server, judge, picture, text, reward):
     server.behave = lambda *_: completion(text)
-    output = judge()(prompt=["a cat"], image=[picture])
-    assert output.rewards == pytest.approx([reward]) and output.extra_info["aspects"] == [aspects]
+    assert judge()(prompt=["a red cat"], image=[picture]).rewards == pytest.approx([reward])
 
 
 @pytest.mark.parametrize(
@@ -191,7 +180,7 @@ def test_scores_that_are_none_or_off_their_scale_are_failures(server, judge, pic
     assert said in judge()(prompt=["a cat"], image=[picture]).failures[0]
 
 
-# Several replies and digits that might have been ---------------------------------------------------------------------
+# Several replies -----------------------------------------------------------------------------------------------------
 
 
 def test_the_mean_of_several_replies_counts_and_their_spread_is_recorded(server, judge, picture):
@@ -209,41 +198,6 @@ def test_a_sample_fails_with_one_of_its_replies_and_several_need_a_temperature(s
         judge(replies=2)
 
 
-def spoken(*tokens: str | tuple[str, dict[str, float]]):
-    """A completion token by token; a token with what might have been there has its probabilities."""
-    content = []
-    for token in tokens:
-        text, chances = token if isinstance(token, tuple) else (token, {token: 1.0})
-        top = [{"token": other, "logprob": math.log(chance)} for other, chance in chances.items()]
-        content.append({"token": text, "logprob": 0.0, "top_logprobs": top})
-    text = "".join(entry["token"] for entry in content)
-    choice = {"finish_reason": "stop", "message": {"content": text}, "logprobs": {"content": content}}
-    return 200, {}, json.dumps({"choices": [choice]})
-
-
-@pytest.mark.parametrize(
-    ("tokens", "reward"),
-    [
-        (["Final", " Score: ", ("4", {"4": 0.6, "3": 0.3, "5": 0.1})], 4 * 0.6 + 3 * 0.3 + 5 * 0.1),
-        # What is off the scale, or no number, is no score; the rest is what there is.
-        (["Final Score:", (" 4", {" 4": 0.6, " 2": 0.2, " 9": 0.1, " four": 0.1})], (4 * 0.6 + 2 * 0.2) / 0.8),
-        (["Final Score: ", ("3", {"3": 0.5, "4": 0.5}), ".", ("5", {"5": 0.5, "7": 0.5})], 4.1),
-        (["1", " </think> Final Score: ", ("3", {"3": 0.75, "4": 0.25})], 3.25),
-    ],
-)
-def test_a_score_is_expected_over_the_digits_that_might_have_been_written(server, judge, picture, tokens, reward):
-    server.behave = lambda *_: spoken(*tokens)
-    output = judge(expected_score=True)(prompt=["a cat"], image=[picture])
-    assert output.rewards == pytest.approx([reward])
-    [body] = server.bodies
-    assert body["logprobs"] is True and body["top_logprobs"] == 20
-
-
-def test_a_score_of_two_tokens_is_expected(server, judge, picture):
-    server.behave = lambda *_: spoken("Final Score: ", ("1", {"1": 0.5, "8": 0.5}), ("0", {"0": 1.0}))
-    assert judge(expected_score=True)(prompt=["a cat"], video=[[picture]]).rewards == pytest.approx([9.0])
-
-
 # All of them ---------------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +213,7 @@ def test_an_instruction_in_the_prompt_stays_inside_the_fence(server, judge, pict
 def test_in_a_reward_set_a_failed_judgement_is_masked_and_audited(server, picture, tmp_path):
     server.behave = lambda body, number: completion("Final Score: 4" if "dog" in json.dumps(body) else "Lovely!")
     settings = {"reward_model": "Unified_Reward", "api_base_url": server.url, "malformed_retries": 0}
-    settings |= {"name": "it", "on_failure": "mask", "async_reward": True, "prompt_price": 3.0}
+    settings |= {"name": "it", "on_failure": "mask", "async_reward": True}
     rewards = RewardSet(settings, audit_log=tmp_path / "audit.jsonl")
     scored = rewards(prompt=["a cat", "a dog"], image=[picture, picture])
     rewards.close()
@@ -269,7 +223,6 @@ def test_in_a_reward_set_a_failed_judgement_is_masked_and_audited(server, pictur
     assert "no Final Score" in lines[0]["error"] and lines[1]["error"] is None
     metrics = scored.metrics()
     assert metrics["rewards/it/failures"] == 1 and metrics["rewards/it/calls"] == 2
-    assert metrics["rewards/it/cost"] == pytest.approx(200 * 3 / 1e6)
 
 
 def test_judges_of_one_set_are_asked_at_the_same_time(server, picture):

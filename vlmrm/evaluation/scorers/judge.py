@@ -103,13 +103,14 @@ class _Judge(ConversationScorer):
 
     def close(self) -> None:
         usage = self.judge.client.usage
-        tokens = f"{usage.prompt_tokens:,} prompt and {usage.completion_tokens:,} completion tokens"
-        logger.info("%s: %d calls, %s, cost %.4f", self.name, usage.calls, tokens, usage.cost)
+        tokens = f"{usage['prompt_tokens']:,} prompt and {usage['completion_tokens']:,} completion tokens"
+        logger.info("%s: %d calls, %s", self.name, usage["calls"], tokens)
 
     def origin(self) -> Origin:
         settings, usage = self.judge.settings, self.judge.client.usage
         details = {"model": settings.vlm_model, "url": settings.api_base_url}
-        return origin_of(self.entry.digest(), **details, calls=str(usage.calls), cost=f"{usage.cost:.4f}")
+        details |= {name: str(usage[name]) for name in ("calls", "prompt_tokens", "completion_tokens")}
+        return origin_of(self.entry.digest(), **details)
 
 
 def _compared(count: int, credits: Mapping[Pair, float | RowError]) -> Compared | RowError:

@@ -135,13 +135,7 @@ def load_towers(path: str, processor: str, dtype: torch.dtype, device: torch.dev
 
 
 class _TwoTowers(BaseRewardModel):
-    """Cosines of prompts with images or videos.
-
-    Settings:
-        model_name_or_path: a CLIP checkpoint, on the hub or in a folder.
-        processor_name_or_path: where its tokenizer and image processor are.
-        video_frames: `first` or `mean`, the mean cosine over all frames.
-    """
+    """Cosines of prompts with images or videos."""
 
     required_fields = ("prompt",)
     text_prompts = True
@@ -220,14 +214,7 @@ class HPSv2(_TwoTowers, PointwiseRewardModel):
     """cos(text, image) of open_clip's ViT-H/14 after training on preferences (Wu et al. 2023, HPSv2).
 
     Prompts are cleaned as by the published tokenizer, and images fitted into 224 by 224 and padded with black; they
-    are always resized with antialiasing, which in the published code depends on torchvision. The weight file has a
-    `state_dict` in open_clip's names; the file itself was not available to test.
-
-    Settings:
-        hps_version: `v2.1` or `v2.0`.
-        model_name_or_path: the weight file, or the folder or hub repository that has it.
-        base_name_or_path: its CLIP in transformers' layout, for the configuration and tokenizer.
-        video_frames: `mean` over all frames of a video, or the `first`.
+    are always resized with antialiasing, which in the published code depends on torchvision.
     """
 
     options = ("hps_version", "model_name_or_path", "base_name_or_path", "video_frames")
@@ -289,11 +276,6 @@ class Aesthetic(PointwiseRewardModel):
 
     Linear layers over the direction of CLIP's image embedding, as DDPO and Flow-GRPO use them. The head computes in
     float32, whatever `dtype` is.
-
-    Settings:
-        head_path: the head's weight file, such as `sac+logos+ava1-l14-linearMSE.pth`.
-        model_name_or_path: the CLIP checkpoint that the head belongs to, ViT-L/14 of OpenAI.
-        video_frames: `mean` over all frames of a video, or the `first`.
     """
 
     required_fields = ()

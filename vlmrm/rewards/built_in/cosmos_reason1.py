@@ -11,10 +11,10 @@ from PIL import Image
 from qwen_vl_utils.vision_process import smart_resize
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
-from vlmrm.errors import CheckpointError, RewardError
+from vlmrm.errors import RewardError
 from vlmrm.modeling.attention import resolve_attention
 from vlmrm.modeling.published_weights import pretrained
-from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, Verdict
 
 MODEL = "nvidia/Cosmos-Reason1-7B-Reward"
 MOST_FRAMES = 160  # longer videos are subsampled evenly
@@ -47,10 +47,7 @@ class CosmosReason1(PointwiseRewardModel):
     is worded by this project; for the published model's own figures pass the one of its model card as `system_prompt`.
 
     At most 160 frames are used, an even number, resized to at most 9,216 tokens in all. The frame rate is the column
-    `fps`, or the setting. An image is a video of two equal frames. The weights were not available to test.
-
-    Settings: `model_name_or_path`; `question`, in which `{prompt}` stands for the sample's prompt (cosmos-rl's service
-    sends only that); `system_prompt`; `fps`.
+    `fps`, or the setting. An image is a video of two equal frames.
     """
 
     required_fields = ("prompt",)
@@ -71,8 +68,6 @@ class CosmosReason1(PointwiseRewardModel):
         self.yes, self.no = (
             self.processor.tokenizer.encode(word, add_special_tokens=False)[0] for word in ("Yes", "No")
         )
-        if self.yes == self.no:
-            raise CheckpointError(f"{path} begins Yes and No with the same token: its answers cannot be told apart.")
 
     def __call__(  # ty: ignore[incompatible-method-override]
         self,
@@ -85,22 +80,11 @@ class CosmosReason1(PointwiseRewardModel):
             raise RewardError("a sample has both an image and a video, or neither: give it one of them.")
         videos = video if video is not None else [[picture, picture] for picture in image or ()]
         rates = fps or [self.config.extra_kwargs.get("fps")] * len(prompt)
-        rewards, failures, logits = [], {}, []
-        for index, (text, frames, rate) in enumerate(zip(prompt, videos, rates, strict=True)):
-            try:
-                yes, no = self._logits(text, frames, rate)
-            except RewardError as error:
-                failures[index] = str(error)
-                rewards.append(0.0)
-                logits.append(None)
-                continue
-            rewards.append(float(torch.tensor(no - yes, dtype=torch.float64).sigmoid()))
-            logits.append({"yes": yes, "no": no})
-        return RewardModelOutput(rewards, extra_info={"logits": logits}, failures=failures)
+        return RewardModelOutput.each(self._verdict, prompt, videos, rates)
 
     @torch.no_grad()
-    def _logits(self, prompt: str, frames: Sequence[Image.Image], fps: float | None) -> tuple[float, float]:
-        """Return the logits of Yes and No of one sample; batches of one, so that no sample affects another."""
+    def _verdict(self, prompt: str, frames: Sequence[Image.Image], fps: float | None) -> Verdict:
+        """Return the reward of one sample; batches of one, so that no sample affects another."""
         indices, interval = thinned(len(frames))
         if fps is None and len(indices) > 2:
             raise RewardError("the frame rate of its video is unknown: set fps, or give a column fps")
@@ -134,7 +118,9 @@ class CosmosReason1(PointwiseRewardModel):
             return_tensors="pt",
         ).to(self.device)
         last = self.model(**inputs, logits_to_keep=1).logits[0, -1].float()
-        return float(last[self.yes]), float(last[self.no])
+        yes, no = float(last[self.yes]), float(last[self.no])
+        reward = float(torch.tensor(no - yes, dtype=torch.float64).sigmoid())
+        return Verdict(reward, {"logits": {"yes": yes, "no": no}})
 
 
 def thinned(frames: int) -> tuple[list[int], int]:

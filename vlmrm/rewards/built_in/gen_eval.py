@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor, CLIPModel, CLIPProcessor, Mask2Form
 
 from vlmrm.errors import RewardError
 from vlmrm.modeling.published_weights import pretrained
-from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, choice
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, Verdict, choice
 from vlmrm.settings import Strict, describe_errors, did_you_mean
 
 DETECTOR = "facebook/mask2former-swin-small-coco-instance"
@@ -84,22 +84,15 @@ class GenEval(PointwiseRewardModel):
     def __call__(  # ty: ignore[incompatible-method-override]
         self, prompt: list[str], image: list[Image.Image], metadata: list[Any]
     ) -> RewardModelOutput:
-        rewards, failures, reports, counts = [], {}, [], []
-        for index, (picture, row) in enumerate(zip(image, metadata, strict=True)):
-            try:
-                required = requirements(row, self.detector.labels)
-            except RewardError as error:
-                failures[index] = str(error)
-                rewards.append(0.0)
-                reports.append(None)
-                counts.append(None)
-                continue
-            objects = confident_objects(self.detector(picture), required.tag)
-            judged = self.judge(required, objects, lambda detected, picture=picture: self.colors(picture, detected))
-            rewards.append(self.score(judged))
-            reports.append([[condition.text, condition.met] for condition in judged])
-            counts.append({label: len(detections) for label, detections in objects.items()})
-        return RewardModelOutput(rewards, extra_info={"conditions": reports, "found": counts}, failures=failures)
+        return RewardModelOutput.each(self._verdict, image, metadata)
+
+    def _verdict(self, picture: Image.Image, row: Any) -> Verdict:
+        required = requirements(row, self.detector.labels)
+        objects = confident_objects(self.detector(picture), required.tag)
+        judged = self.judge(required, objects, lambda detected: self.colors(picture, detected))
+        report = [[condition.text, condition.met] for condition in judged]
+        found = {label: len(detections) for label, detections in objects.items()}
+        return Verdict(self.score(judged), {"conditions": report, "found": found})
 
 
 class Detector:

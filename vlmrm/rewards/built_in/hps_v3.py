@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from vlmrm.conversation import Image as ImagePart
 from vlmrm.errors import CheckpointError
 from vlmrm.modeling.published_weights import read_weights, shared
 from vlmrm.rewards.built_in.reward_tokens import RewardTokenReader, published_template, question
-from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, Verdict
 
 FILE = "HPSv3.safetensors"
 TOKEN = "<|Reward|>"
@@ -25,13 +24,7 @@ class HPSv3(PointwiseRewardModel):
     """μ of the normal distribution N(μ, σ) of an image's score (Ma et al. 2025, HPSv3); log σ goes to the audit log.
 
     Qwen2-VL-7B reads the image and an instruction that contains the prompt and the token `<|Reward|>`, at which a head
-    of three layers reads μ and log σ. Names, shapes and arithmetic are those of the published code; the weight file
-    itself was not available to test.
-
-    Settings:
-        template_file: the published instruction as a text file; see docs/rewards.md.
-        model_name_or_path: the weight file, or the folder or hub repository that has it.
-        base_name_or_path: Qwen2-VL, for its configuration and processor.
+    of three layers reads μ and log σ.
     """
 
     required_fields = ("prompt", "image")
@@ -40,7 +33,7 @@ class HPSv3(PointwiseRewardModel):
 
     def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
-        self.template = published_template(config, [TOKEN])
+        self.template = published_template(config, "hpsv3", TOKEN)
         path = str(config.extra_kwargs.get("model_name_or_path", "MizzenAI/HPSv3"))
         base = str(config.extra_kwargs.get("base_name_or_path", "Qwen/Qwen2-VL-7B-Instruct"))
         self.reader = shared(_load, path, base, self.dtype, self.device)
@@ -54,14 +47,12 @@ class HPSv3(PointwiseRewardModel):
             question(ImagePart(fetch_image({"image": picture, **limits})), self.template, text)
             for text, picture in zip(prompt, image, strict=True)
         ]
-        rewards, spread, failures = [], [], {}
-        for index, numbers in enumerate(self.reader.read(questions, self.config.batch_size)):
-            if isinstance(numbers, str):
-                failures[index] = numbers
-            mu, log_sigma = (math.nan, math.nan) if isinstance(numbers, str) else numbers[0]
-            rewards.append(mu)
-            spread.append(log_sigma)
-        return RewardModelOutput(rewards=rewards, extra_info={"log_sigma": spread}, failures=failures)
+        return RewardModelOutput.of(self.reader.verdicts(questions, self.config.batch_size, _verdict))
+
+
+def _verdict(numbers: list[list[float]]) -> Verdict:
+    [[mu, log_sigma]] = numbers
+    return Verdict(mu, {"log_sigma": log_sigma})
 
 
 def _load(path: str, base: str, dtype: torch.dtype, device: torch.device) -> RewardTokenReader:

@@ -56,12 +56,7 @@ class ImageReward(PointwiseRewardModel):
 
     From Xu et al. 2023, ImageReward. The text encoder attends to the image; the head is five linear layers on its
     first token. The image is resized by its shorter side to 224 and cropped to the centre; a prompt has 35 tokens at
-    most. The weight file has the names of the published code; the file itself was not available to test.
-
-    Settings:
-        model_name_or_path: the folder or hub repository that has `ImageReward.pt` and `med_config.json`.
-        tokenizer_name_or_path: BERT's tokenizer.
-        video_frames: `mean` over all frames of a video, or the `first`.
+    most.
     """
 
     required_fields = ("prompt",)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from vlmrm.errors import RewardError
 from vlmrm.libraries import needs
 from vlmrm.rewards.built_in.views import views_of
-from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, choice
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, Verdict, choice
 
 # A " after a digit is inches. Each pattern has one group, the quoted text.
 DOUBLE = (r'(?<!\d)["“”„]([^"“”„]*)["“”]', "«([^»]*)»", "「([^」]*)」")
@@ -49,17 +51,16 @@ class OCR(PointwiseRewardModel):
     def __call__(  # ty: ignore[incompatible-method-override]
         self, prompt: list[str], image: list[Image.Image] | None = None, video: list[list[Image.Image]] | None = None
     ) -> RewardModelOutput:
-        rewards, failures, read = [], {}, []
-        for index, (text, frames) in enumerate(zip(prompt, views_of(image, video, "mean"), strict=True)):
-            quotes = quoted(text) or ([text] if self.whole_prompt else [])
-            targets = [normalised(target) for target in quotes if normalised(target)]
-            texts = [self._read(frame) for frame in frames[::INTERVAL]] if targets else []
-            read.append("\n\n".join(texts) if targets else None)
-            above = [share for share in (likeness(targets, normalised(each)) for each in texts) if share > 0]
-            rewards.append(sum(above) / len(above) if above else 0.0)
-            if not targets:
-                failures[index] = f"there is no text between quotes in its prompt, {_start(text)}, to look for"
-        return RewardModelOutput(rewards, extra_info={"read": read}, failures=failures)
+        return RewardModelOutput.each(self._verdict, prompt, views_of(image, video, "mean"))
+
+    def _verdict(self, prompt: str, frames: Sequence[Image.Image]) -> Verdict:
+        quotes = quoted(prompt) or ([prompt] if self.whole_prompt else [])
+        targets = [normalised(target) for target in quotes if normalised(target)]
+        if not targets:
+            raise RewardError(f"there is no text between quotes in its prompt, {prompt[:80]!r}, to look for")
+        texts = [self._read(frame) for frame in frames[::INTERVAL]]
+        above = [share for share in (likeness(targets, normalised(each)) for each in texts) if share > 0]
+        return Verdict(sum(above) / len(above) if above else 0.0, {"read": "\n\n".join(texts)})
 
     def _read(self, image: Image.Image) -> str:
         """Return the lines of text in the image, from the top."""
@@ -90,7 +91,3 @@ def likeness(targets: list[str], read: str) -> float:
         return 1.0
     target = "".join(targets)
     return 1.0 - min(Levenshtein.distance(target, read), len(target)) / len(target)
-
-
-def _start(text: str) -> str:
-    return repr(text if len(text) <= 80 else f"{text[:77]}...")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from accelerate import init_empty_weights
@@ -16,9 +16,9 @@ from vlmrm.conversation import Conversation, Medium, Message
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.modeling.published_weights import load_exactly, pretrained
 from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
-from vlmrm.rewards.contract import RewardArguments, read_template
+from vlmrm.rewards.contract import PLACEHOLDER, RewardArguments, Verdict, read_template
 
-PLACEHOLDER = "{text_prompt}"
+Reading = Callable[[list[list[float]]], Verdict]  # of the head's outputs at each reward token
 EMBEDDINGS = "backbone.language_model.embed_tokens.weight"
 
 # Names of transformers before 4.52 and since → those of `RewardTokenModel`, the first that fits.
@@ -82,23 +82,23 @@ class RewardTokenReader:
         self.lock = threading.Lock()
 
     @torch.inference_mode()
-    def read(self, conversations: Sequence[Conversation], batch_size: int) -> list[list[list[float]] | str]:
-        """Return the head's outputs at each reward token of each conversation, or why there are none."""
+    def verdicts(self, conversations: Sequence[Conversation], batch_size: int, verdict: Reading) -> list[Verdict]:
+        """Return `verdict` of the head's outputs at each reward token of each conversation, or why there is none."""
         rendered: dict[int, Rendered] = {}
-        results: dict[int, list[list[float]] | str] = {}
+        results: dict[int, Verdict] = {}
         with self.lock:
             cache: dict[str, ProcessedMedia] = {}
             for index, conversation in enumerate(conversations):
                 try:
                     rendered[index] = self._render(conversation, cache)
                 except RowError as error:
-                    results[index] = error.reason
+                    results[index] = Verdict(failure=error.reason)
             indices = list(rendered)
             for start in range(0, len(indices), batch_size):
                 part = indices[start : start + batch_size]
                 inputs = to_device(self.batch([rendered[index] for index in part]), self.model.backbone.device)
                 inputs.pop("mm_token_type_ids", None)  # only for three-dimensional positions
-                results |= dict(zip(part, self.model(inputs, self.token_ids).tolist(), strict=True))
+                results |= zip(part, map(verdict, self.model(inputs, self.token_ids).tolist()), strict=True)
         return [results[index] for index in range(len(conversations))]
 
     def _render(self, conversation: Conversation, cache: dict[str, ProcessedMedia]) -> Rendered:
@@ -109,15 +109,14 @@ class RewardTokenReader:
         return rendered
 
 
-def published_template(config: RewardArguments, tokens: Sequence[str]) -> str:
+def published_template(config: RewardArguments, original: str, *tokens: str) -> str:
     """Return the instruction that the weights were trained with, from the file `template_file`."""
-    path = config.extra_kwargs.get("template_file")
-    if path is None:
+    if (template := read_template(config, *tokens)) is None:
         raise ConfigError(
-            f"reward {config.name} has no template_file: save the instruction of the published code as a text, "
-            f"with {PLACEHOLDER} where the prompt goes; docs/rewards.md says how."
+            f"reward {config.name} has no template_file, its published instruction: `vlmrm rewards record "
+            f"{original}` writes it."
         )
-    return read_template(config, path, PLACEHOLDER, *tokens)
+    return template
 
 
 def question(medium: Medium, template: str, prompt: str) -> Conversation:

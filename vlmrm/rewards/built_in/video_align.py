@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from vlmrm.modeling.manifest import read_json_of
 from vlmrm.modeling.published_weights import lora_merged, lora_scale, read_weights, shared
 from vlmrm.rendering import ProcessedMedia, Renderer
 from vlmrm.rewards.built_in.reward_tokens import RewardTokenReader, published_template, question
-from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, choice
+from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, Verdict, choice
 
 CONFIG, FILE = "model_config.json", "checkpoint-11352/model.pth"
 DIMENSIONS = ("VQ", "MQ", "TA")
@@ -31,16 +30,7 @@ class VideoAlign(PointwiseRewardModel):
     """VQ + MQ + TA, each (s - mean) / std by the checkpoint's own figures (Liu et al. 2025, VideoAlign / VideoReward).
 
     Qwen2-VL-2B reads frames of the video and an instruction that contains the prompt and a token for each dimension;
-    one linear head reads a number at each token. LoRA weights are merged on loading. The weight file was not available
-    to test.
-
-    Settings:
-        video_fps: frames a second of the videos, where no column `fps` gives it for each; the model sees 2 a second.
-        template_file: the published instruction as a text file; see docs/rewards.md.
-        dimension: `overall`, `VQ`, `MQ` or `TA`.
-        model_name_or_path: the folder or hub repository that has the weight file and `model_config.json`.
-        weights_name: the weight file in it.
-        base_name_or_path: Qwen2-VL, for its configuration and processor.
+    one linear head reads a number at each token. LoRA weights are merged on loading.
     """
 
     required_fields = ("prompt", "video")
@@ -53,7 +43,7 @@ class VideoAlign(PointwiseRewardModel):
     def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         extra = config.extra_kwargs
-        self.template = published_template(config, TOKENS)
+        self.template = published_template(config, "videoalign", *TOKENS)
         self.dimension = choice(config, "dimension", "overall", ("overall", *DIMENSIONS))
         self.video_fps = extra.get("video_fps")
         if self.video_fps is not None and not _is_rate(self.video_fps):
@@ -73,27 +63,21 @@ class VideoAlign(PointwiseRewardModel):
         rates: list[Any] = fps or [self.video_fps] * len(prompt)
         if not all(map(_is_rate, rates)):
             raise RewardError("the frame rate of its video is unknown: set video_fps, or give a column fps.")
-        data, norm = self.published["data_config"], self.published["inference_config"]
+        data = self.published["data_config"]
         limits = {"min_pixels": MIN_PIXELS, "max_pixels": data["max_frame_pixels"]}
         questions = []
         for text, clip, rate in zip(prompt, video, rates, strict=True):
             frames: Any = sampled(clip, rate, data["fps"])
             questions.append(question(Video(frames, VideoOptions(**limits)), self.template, text))
-        scores, failures = [], {}
-        for index, result in enumerate(self.reader.read(questions, self.config.batch_size)):
-            if isinstance(result, str):
-                failures[index] = result
-            numbers = [[math.nan]] * 3 if isinstance(result, str) else result
-            by_dimension = {
-                name: (number - norm[f"{name}_mean"]) / norm[f"{name}_std"]
-                for name, [number] in zip(DIMENSIONS, numbers, strict=True)
-            }
-            scores.append({**by_dimension, "overall": sum(by_dimension.values())})
-        return RewardModelOutput(
-            rewards=[score[self.dimension] for score in scores],
-            extra_info={name: [score[name] for score in scores] for name in DIMENSIONS},
-            failures=failures,
-        )
+        return RewardModelOutput.of(self.reader.verdicts(questions, self.config.batch_size, self._verdict))
+
+    def _verdict(self, numbers: list[list[float]]) -> Verdict:
+        norm = self.published["inference_config"]
+        scores = {
+            name: (number - norm[f"{name}_mean"]) / norm[f"{name}_std"]
+            for name, [number] in zip(DIMENSIONS, numbers, strict=True)
+        }
+        return Verdict({**scores, "overall": sum(scores.values())}[self.dimension], scores)
 
 
 class FrameRenderer(Renderer):
@@ -154,18 +138,10 @@ def merged(weights: Mapping[str, torch.Tensor], scale: float) -> dict[str, torch
 
 
 def _published(path: str) -> dict[str, Any]:
-    """Return `model_config.json`; raise CheckpointError when it is missing, or lacks a value that scoring needs."""
+    """Return `model_config.json`; raise CheckpointError when it is missing."""
     config = read_json_of(path, CONFIG)
     if config is None:
         raise CheckpointError(f"there is no {CONFIG} in {path}: give the folder or repository that has it.")
-    for section, names in {
-        "data_config": ("fps", "max_frame_pixels"),
-        "inference_config": tuple(f"{name}_{figure}" for name in DIMENSIONS for figure in ("mean", "std")),
-        "peft_lora_config": ("lora_r", "lora_alpha"),
-    }.items():
-        for name in names:
-            if name not in (config.get(section) or {}):
-                raise CheckpointError(f"{CONFIG} of {path} has no {name} in {section}: it is not VideoAlign's.")
     return config
 
 

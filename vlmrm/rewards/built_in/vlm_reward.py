@@ -31,6 +31,7 @@ from vlmrm.rewards.contract import (
     Processes,
     RewardArguments,
     RewardModelOutput,
+    Verdict,
     choice,
 )
 from vlmrm.rewards.judges.replies import without_thinking
@@ -107,20 +108,7 @@ SHOWN = ("transform", "custom_prompt", "system", *POLICY)
 
 
 class _TrainedReward(BaseRewardModel):
-    """The common part: the model, the conversation of a sample, and the transform of the scores.
-
-    Settings:
-        model_path (or model_name_or_path): the checkpoint of a reward model, the address of a service, or a `Scorer`.
-        reward: its name there, where the service has several.
-        timeout, retry_attempts, patience, wait_seconds: of a service, as of `remote_pointwise`.
-        transform: one of `transforms`.
-        custom_prompt: words around the prompt, which is at `{prompt}`.
-        system: a system message before it.
-        drop_system: leave out the policy's own system turn.
-        drop_thinking: leave out what the answer says before `</think>`.
-        answer_tag: `answer` scores only what is in the answer's last `<answer>...</answer>`.
-        check_sight, max_tokens_per_batch, ...: of a checkpoint, as of `load_scorer`.
-    """
+    """The common part: the model, the conversation of a sample, and the transform of the scores."""
 
     required_fields = ("prompt",)
     message_responses = True
@@ -176,29 +164,25 @@ class _TrainedReward(BaseRewardModel):
         named = {name: column for name, column in columns.items() if column}
         conversations: dict[int, Conversation] = {}
         scores: dict[int, float] = {}
-        failures: dict[int, str] = {}
+        verdicts = [Verdict() for _ in prompt]
         for index, values in enumerate(zip(*named.values(), strict=True)):
             try:
                 sample = read_sample(dict(zip(named, values, strict=True)))
                 conversations[index] = self.policy.judged(sample_to_conversation(sample, self.template))
             except RowError as error:
-                failures[index] = error.reason
+                verdicts[index] = Verdict(failure=error.reason)
         valid = list(conversations.values())
         outcomes = once_each((messages_key(it.messages) for it in valid), valid, self.loaded.score_each)
         for index, score in zip(conversations, outcomes, strict=True):
             if not isinstance(score, RowError):
                 score = finite_or_error(score)  # a user's own scorer may return NaN
             if isinstance(score, RowError):
-                failures[index] = score.reason
+                verdicts[index] = Verdict(failure=score.reason)
             else:
                 scores[index] = score
-        rewards = dict(zip(scores, self.transform(list(scores.values())).tolist(), strict=True))
-        indices = range(len(prompt))
-        return RewardModelOutput(
-            rewards=[rewards.get(index, float("nan")) for index in indices],
-            extra_info={"score": [scores.get(index) for index in indices]},
-            failures=failures,
-        )
+        for (index, score), reward in zip(scores.items(), self.transform([*scores.values()]).tolist(), strict=True):
+            verdicts[index] = Verdict(reward, {"score": score})
+        return RewardModelOutput.of(verdicts)
 
 
 class VlmReward(_TrainedReward, PointwiseRewardModel):
@@ -231,11 +215,6 @@ class VlmRewardEnsemble(PointwiseRewardModel):
     reward is the mean less k of them. Models trained apart have scales of their own, so each score is normalised by
     the mean and deviation that its checkpoint carries, unless `transform` says otherwise. A sample that one of them
     cannot score has failed.
-
-    Settings:
-        model_paths: the checkpoints, at least two.
-        combine: `mean` (default) or `min`.
-        transform, custom_prompt, system, check_sight, ...: of each model, as of `vlm_reward`.
     """
 
     required_fields = VlmReward.required_fields

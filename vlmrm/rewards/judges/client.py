@@ -10,15 +10,15 @@ import itertools
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from vlmrm.errors import ConfigError, Denied, RewardError
-from vlmrm.http import Refused, Server, Unavailable, check_status, retried, run, without_token
+from vlmrm.http import Server, Unavailable, check_status, retried, run, without_token
 from vlmrm.rewards.contract import RewardArguments
 from vlmrm.rewards.judges.replies import Question, Reply, ReplyCache, read_completion
 from vlmrm.rewards.servers import CircuitBreaker, KnownServer, origin_at
@@ -65,10 +65,6 @@ class JudgeSettings(BaseModel):
     """Replies kept in memory."""
     cache_dir: str | None = None
     """Folder that keeps replies across runs."""
-    prompt_price: float = Field(0.0, ge=0)
-    """Price of a million prompt tokens."""
-    completion_price: float = Field(0.0, ge=0)
-    """Price of a million completion tokens."""
 
     def key(self) -> str:
         """Return the API key, or `NO_KEY`; raise ConfigError when the environment variable is not set."""
@@ -116,8 +112,9 @@ class JudgeClient:
     def __init__(self, settings: JudgeSettings):
         self.settings = settings
         self.cache = ReplyCache(settings.max_cache_size, settings.cache_dir)
-        self.usage = Usage(settings.prompt_price, settings.completion_price)
-        self.takes_response_format = True  # until the server refuses one
+        # HTTP requests, those after one that failed, replies asked for again, items without one, tokens as reported.
+        self.usage: Counter[str] = Counter()
+        self._lock = threading.Lock()
         # One connection more than calls, so that whether the server lives can always be asked.
         most = settings.max_concurrent + 1
         self.server = Server(settings.api_base_url, "api_base_url", settings.key(), connections=most)
@@ -147,13 +144,17 @@ class JudgeClient:
                 missing[question.key] = question
             else:
                 replies[question.key] = reply
-                self.usage.add(cache_hits=1)
+                self._count(cache_hits=1)
         if missing:
             for key, reply in zip(missing, run(self._answer_all(list(missing.values()), check)), strict=True):
                 replies[key] = reply
                 if check is not None and isinstance(reply, Reply):
                     self.cache.put(key, reply)
         return [replies[question.key] for question in questions]
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self.usage.update(counts)
 
     async def _answer_all(self, questions: Sequence[Question], check: Check | None) -> list[Reply | RewardError]:
         end = asyncio.get_running_loop().time() + self.settings.deadline
@@ -167,11 +168,11 @@ class JudgeClient:
         except TimeoutError:
             error = RewardError(f"there was no answer within the deadline of {self.settings.deadline:g} s")
         except Malformed as malformed:
-            self.usage.add(failures=1)
+            self._count(failures=1)
             return malformed
         except RewardError as reason:
             error = reason
-        self.usage.add(failures=1)
+        self._count(failures=1)
         kind = Denied if isinstance(error, Denied) else RewardError
         reason = str(error).replace(f"{self.server.name}/", "/")
         return kind(f"the judge {self.settings.vlm_model} at {self.settings.api_base_url}: {reason}")
@@ -188,7 +189,7 @@ class JudgeClient:
             except RewardError as error:
                 if not left:
                     raise Malformed(str(error), reply) from error
-            self.usage.add(malformed=1)
+            self._count(malformed=1)
             sent = question.sampled()
         raise AssertionError("the last reply is returned or malformed")
 
@@ -196,8 +197,8 @@ class JudgeClient:
         calls, left = itertools.count(), end - asyncio.get_running_loop().time()
 
         async def send(_: bool) -> Reply:
-            self.usage.add(retries=int(next(calls) > 0))
-            return await self._call(question)
+            self._count(retries=int(next(calls) > 0))
+            return await self._post(question)
 
         return await retried(
             lambda _: self.circuit.call(send),
@@ -207,27 +208,9 @@ class JudgeClient:
             paced=lambda: self.circuit.suspects,
         )
 
-    async def _call(self, question: Question) -> Reply:
-        """Send one call; without `response_format` where the server refuses it."""
-        if not question.structured:
-            return await self._post(question)
-        refusal = None
-        if self.takes_response_format:
-            try:
-                return await self._post(question)
-            except Refused as error:
-                refusal = error
-        # Remembered only once this succeeds: the item itself may be what the server refuses.
-        reply = await self._post(question.unstructured())
-        if self.takes_response_format:
-            self.takes_response_format = False
-            message = "the judge %s does not take response_format (%s); its replies are read as text from now on"
-            logger.warning(message, self.settings.vlm_model, refusal)
-        return reply
-
     async def _post(self, question: Question) -> Reply:
         """Send one HTTP request; raises as `Server.call`, `check_status` and `read_completion` do."""
-        self.usage.add(calls=1)
+        self._count(calls=1)
         call, headers = self.server.call, {"Content-Type": "application/json"}
         post = call(
             "POST",
@@ -243,7 +226,7 @@ class JudgeClient:
         )
         check_status(answer, TRANSIENT)
         reply = read_completion(without_token(answer))
-        self.usage.add(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
+        self._count(prompt_tokens=reply.prompt_tokens, completion_tokens=reply.completion_tokens)
         return reply
 
 
@@ -251,29 +234,3 @@ def check_not_denied(replies: Sequence[object]) -> None:
     """Raise Denied where all was refused for what any other question would be: the key, or the model's name."""
     if replies and all(isinstance(reply, Denied) for reply in replies):
         raise Denied(str(replies[0]))
-
-
-@dataclass
-class Usage:
-    """Counts of one judge in this process; prices are for a million tokens, in any currency."""
-
-    prompt_price: float = 0.0
-    completion_price: float = 0.0
-    calls: int = 0  # HTTP requests
-    retries: int = 0  # those after one that failed
-    malformed: int = 0  # replies asked for again
-    cache_hits: int = 0
-    failures: int = 0  # items without a reply
-    prompt_tokens: int = 0  # as the server reports them; a reply from the cache costs none
-    completion_tokens: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def add(self, **counts: int) -> None:
-        with self._lock:
-            for name, count in counts.items():
-                setattr(self, name, getattr(self, name) + count)
-
-    @property
-    def cost(self) -> float:
-        """Return the price of all tokens so far."""
-        return (self.prompt_tokens * self.prompt_price + self.completion_tokens * self.completion_price) / 1e6

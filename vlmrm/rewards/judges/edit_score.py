@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-import statistics
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
-from PIL import Image
 from pydantic import Field
 
 from vlmrm.errors import ConfigError, RewardError
-from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, Verdict, fence, source_part, text_part
-from vlmrm.rewards.judges.replies import Reply, without_thinking
+from vlmrm.rewards.contract import Processes, RewardArguments, Verdict
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, fence, source_part, text_part
+from vlmrm.rewards.judges.replies import Question, Reply, without_thinking
+from vlmrm.rewards.judges.request_file import read_request_file
 
 SYSTEM = "You are a professional digital artist who judges generated pictures by rules."
 FORM = """Reply in this form, with a short reasoning:
@@ -45,7 +42,7 @@ class EditScoreSettings(SampleSettings):
     """File with the whole request of the second question; it goes with `request_file`, that of the first."""
 
 
-class EditScore(PointwiseRewardModel):
+class EditScore(Judge):
     """sqrt(min(SC) min(PQ)) of a pass, 0 to 10, and the mean over the passes: [N] (Luo et al. 2025, arXiv:2509.23909).
 
     SC are the judge's two scores of how the edit follows the instruction and keeps the rest, PQ those of how natural
@@ -55,78 +52,40 @@ class EditScore(PointwiseRewardModel):
     """
 
     required_fields = ("prompt", "image", "condition_images")
-    text_prompts = True
-    options = tuple(EditScoreSettings.model_fields)
+    Settings = EditScoreSettings
+    settings: EditScoreSettings
+    original = "edit_score"
+    shown = ("image", "source")
 
     def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
-        extra = dict(config.extra_kwargs)
-        quality = extra.pop("quality_request_file", None)
-        if (quality is None) != ("request_file" not in extra):
+        path, where = self.settings.quality_request_file, f"reward {config.name}"
+        if (path is None) != (self.request is None):
             raise ConfigError(
-                f"reward {config.name}: request_file and quality_request_file are the two questions: give both or "
-                "neither."
+                f"{where}: request_file and quality_request_file are the two questions: give both or neither."
             )
-        self.following = _Following(replace(config, extra_kwargs=extra), accelerator)
-        if quality is not None:
-            extra["request_file"] = quality
-        self.quality = _Quality(replace(config, extra_kwargs=extra), accelerator)
-        self.quality.client = self.following.client  # one limit of calls, and one breaker
-        self.deterministic = self.following.deterministic
-
-    def __call__(  # ty: ignore[incompatible-method-override]
-        self, prompt: list[str], image: list[Image.Image], condition_images: list[list[Image.Image]]
-    ) -> RewardModelOutput:
-        with ThreadPoolExecutor(1) as thread:  # both questions share a round
-            asked = thread.submit(self.quality, prompt, image, condition_images=condition_images)
-            following = self.following(prompt, image, condition_images=condition_images)
-            quality = asked.result()
-        failures = {**quality.failures, **following.failures}
-        followed, natural = (self._passes(output) for output in (following, quality))
-        passes = [
-            [] if index in failures else [math.sqrt(sc * pq) for sc, pq in zip(*pair, strict=True)]
-            for index, pair in enumerate(zip(followed, natural, strict=True))
-        ]
-        rewards = [statistics.fmean(scores) if scores else math.nan for scores in passes]
-        info = {
-            f"{name}_{key}": values
-            for name, output in (("following", following), ("quality", quality))
-            for key, values in (output.extra_info or {}).items()
-            if key in ("reply", "scores")
-        }
-        return RewardModelOutput(rewards, {"passes": passes, **info}, failures)
-
-    def counters(self) -> dict[str, float]:
-        return self.following.counters()
-
-    def _passes(self, output: RewardModelOutput) -> list[Sequence[float]]:
-        """Return each sample's scores of one question, a number a pass."""
-        if "rewards" in (info := output.extra_info or {}):
-            return [rewards or () for rewards in info["rewards"]]
-        return [(float(reward),) for reward in output.rewards]
-
-
-class _Question(Judge):
-    """The smaller of two scores that a reply gives, out of 10."""
-
-    Settings = EditScoreSettings
-
-    def verdict(self, reply: Reply, sample: JudgeSample) -> Verdict:
-        scores = read_scores(reply.text)
-        return Verdict(min(scores) / (BEST / SCALE), {"scores": scores})
-
-
-class _Following(_Question):
-    shown = ("image", "source")
+        self.quality = None if path is None else read_request_file(path, where, ("image",))
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
         pictures = [source_part(sample), *self.media(sample)]
         return SYSTEM, [*pictures, text_part(f"{FOLLOWING}\n{fence(sample.prompt)}\n{FORM}")]
 
+    def questions(self, sample: JudgeSample) -> list[Question]:
+        """Return the question how the edit follows the instruction, and that how the edited image looks."""
+        if self.quality is None:
+            quality = self.chat_question(SYSTEM, [*self.media(sample), text_part(f"{QUALITY}\n{FORM}")])
+        else:
+            quality = self.quality.question(sample.prompt, {"image": self.frames(sample)})
+        return [*super().questions(sample), quality]
 
-class _Quality(_Question):
-    def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
-        return SYSTEM, [*self.media(sample), text_part(f"{QUALITY}\n{FORM}")]
+    def verdict(self, reply: Reply, sample: JudgeSample) -> Verdict:
+        scores = read_scores(reply.text)
+        return Verdict(min(scores) / (BEST / SCALE), {"scores": scores})
+
+    def combined(self, verdicts: Sequence[Verdict]) -> Verdict:
+        """Return the score of a pass."""
+        scores = [verdict.details["scores"] for verdict in verdicts]
+        return Verdict(math.sqrt(math.prod(verdict.reward for verdict in verdicts)), {"scores": scores})
 
 
 def read_scores(text: str) -> list[float]:

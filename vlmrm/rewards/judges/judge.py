@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import statistics
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, ClassVar, TypeVar
 
@@ -14,15 +14,27 @@ from PIL import Image
 from pydantic import Field
 
 from vlmrm.errors import ConfigError, MediaError, RewardError
-from vlmrm.rewards.contract import BaseRewardModel, PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput
+from vlmrm.rewards.contract import (
+    BaseRewardModel,
+    PointwiseRewardModel,
+    Processes,
+    RewardArguments,
+    RewardModelOutput,
+    Verdict,
+)
 from vlmrm.rewards.judges.client import JudgeClient, JudgeSettings, Malformed, check_not_denied, read_settings
-from vlmrm.rewards.judges.replies import Question, Reply, expected_reward
+from vlmrm.rewards.judges.replies import Question, Reply
 from vlmrm.rewards.judges.request_file import RequestFile, read_request_file
 from vlmrm.rewards.pictures import data_uri
 
+logger = logging.getLogger("vlmrm")
+
 Parts = list[dict[str, Any]]  # of a message
-LIKELIEST = 20  # tokens whose log-probabilities are asked for
 WORDING = ("question", "send_prompt", "top_logprobs")  # settings of what a request_file writes itself
+OWN_WORDS = (
+    "reward %s asks in vlmrm's own words, and its judge was trained on others: `vlmrm rewards record %s` writes those "
+    "into a request_file"
+)
 CUT_OFF = ("length", "content_filter")  # finish reasons of incomplete replies
 # Part of the system message of every judge: prompts and images may try to instruct it.
 FENCED = (
@@ -51,40 +63,20 @@ class SampleSettings(JudgeSettings):
     """Replies to each sample, whose mean reward counts; several need a temperature above 0."""
 
 
-class ScoreSettings(SampleSettings):
-    """The settings of judges that write scores."""
-
-    expected_score: bool = False
-    """Take the expectation over the digits' probabilities, which the server must send."""
-
-
 Settings = TypeVar("Settings", bound=SampleSettings)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The reward in a reply; `details` go to the audit log with the reply itself."""
-
-    reward: float
-    details: dict[str, Any] = field(default_factory=dict)
-
-
-def judge_samples(prompt: Sequence[str], *media: Sequence[Any] | None) -> list[JudgeSample]:
-    """Return the samples of a call; `media` are the columns of the fields of `JudgeSample`, in their order."""
-    columns = [prompt, *(column or [None] * len(prompt) for column in media)]
-    return [JudgeSample(*values) for values in zip(*columns, strict=True)]
 
 
 class SampleJudge(BaseRewardModel):
     """What judges of samples and of pairs of them share: settings, a `request_file`, and the client.
 
-    `counters` are of calls, tokens and cost.
+    `counters` are of calls and tokens.
     """
 
     required_fields = ("prompt",)
     text_prompts = True
     Settings: ClassVar[type[SampleSettings]]
     shown: ClassVar[tuple[str, ...]] = ("image",)  # placeholders that a request_file must have
+    original: ClassVar[str | None] = None  # of a judge trained on a wording: what `vlmrm rewards record` calls it
 
     def __init_subclass__(cls, **kwargs: Any):
         super().__init_subclass__(**kwargs)
@@ -96,6 +88,8 @@ class SampleJudge(BaseRewardModel):
         self.settings, self.request = read_sample_settings(self.Settings, config, self.shown)
         self.deterministic = self.settings.temperature == 0
         self.client = JudgeClient(self.settings)
+        if self.request is None and self.original is not None:
+            logger.warning(OWN_WORDS, config.name, self.original)
 
     def __call__(  # ty: ignore[incompatible-method-override]
         self,
@@ -104,15 +98,29 @@ class SampleJudge(BaseRewardModel):
         video: list[list[Image.Image]] | None = None,
         condition_images: list[list[Image.Image]] | None = None,
     ) -> RewardModelOutput:
-        return self.judged(judge_samples(prompt, image, video, condition_images))
+        media = [column or [None] * len(prompt) for column in (image, video, condition_images)]
+        return self.judged([JudgeSample(*values) for values in zip(prompt, *media, strict=True)])
 
     @abstractmethod
     def judged(self, samples: Sequence[JudgeSample]) -> RewardModelOutput:
         """Return the rewards of the samples of a call."""
 
+    def frames(self, sample: JudgeSample) -> list[Image.Image]:
+        """Return the sample's image, or frames of its video, evenly spaced from the first to the last."""
+        if (sample.image is None) == (sample.video is None):
+            count = "neither an image nor a video" if sample.image is None else "both an image and a video"
+            raise RewardError(f"the sample has {count}: give one of them")
+        return [sample.image] if sample.image is not None else spaced(sample.video or (), self.settings.max_frames)
+
+    def chat_question(self, system: str, parts: Parts, **parameters: Any) -> Question:
+        """Return a question of a system message and the parts of the user's, in the wording of this project."""
+        messages = [{"role": "system", "content": f"{system}\n{FENCED}"}, {"role": "user", "content": parts}]
+        own = {"temperature": self.settings.temperature, "max_completion_tokens": self.settings.max_tokens}
+        return Question.of(self.settings.vlm_model, messages, {**own, **parameters})
+
     def counters(self) -> dict[str, float]:
-        names = ("calls", "retries", "malformed", "cache_hits", "prompt_tokens", "completion_tokens", "cost")
-        return {name: getattr(self.client.usage, name) for name in names}
+        names = ("calls", "retries", "malformed", "cache_hits", "prompt_tokens", "completion_tokens")
+        return {name: self.client.usage[name] for name in names}
 
 
 class Judge(SampleJudge, PointwiseRewardModel):
@@ -138,56 +146,57 @@ class Judge(SampleJudge, PointwiseRewardModel):
 
     def parameters(self) -> dict[str, Any]:
         """Return more parameters of a call."""
-        return {"logprobs": True, "top_logprobs": LIKELIEST} if self._expects else {}
-
-    @property
-    def _expects(self) -> bool:
-        return isinstance(self.settings, ScoreSettings) and self.settings.expected_score
+        return {}
 
     def judged(self, samples: Sequence[JudgeSample]) -> RewardModelOutput:
-        questions: dict[int, Question] = {}
-        failures: dict[int, str] = {}
+        verdicts: list[Verdict] = []
+        questions: dict[int, list[Question]] = {}
         for index, sample in enumerate(samples):
             try:
-                questions[index] = self._question(sample)
+                questions[index] = self.questions(sample) * self.settings.replies
+                verdicts.append(Verdict())
             except (MediaError, RewardError) as error:
-                failures[index] = str(error)
-        rewards = [math.nan] * len(samples)
-        info: list[dict[str, Any]] = [{} for _ in samples]
-        asked = {question.key: samples[index] for index, question in questions.items()}
-        count = self.settings.replies
-        several = [question for question in questions.values() for _ in range(count)]
+                verdicts.append(Verdict(failure=str(error)))
+        asked = {question.key: samples[index] for index, of_sample in questions.items() for question in of_sample}
+        several = [question for of_sample in questions.values() for question in of_sample]
         replies = self.client.ask(several, lambda question, reply: self._read(reply, asked[question.key]))
         check_not_denied(replies)
         remaining = iter(replies)
-        for index in questions:
+        for index, of_sample in questions.items():
             try:
-                verdict = self._mean([next(remaining) for _ in range(count)], samples[index])
+                verdicts[index] = self._mean([next(remaining) for _ in of_sample], samples[index])
             except RewardError as error:
-                failures[index] = str(error)
-                info[index] |= {"reply": error.reply.text} if isinstance(error, Malformed) else {}
-                continue
-            rewards[index] = verdict.reward
-            info[index] |= verdict.details
-        names = list(dict.fromkeys(name for details in info for name in details))
-        return RewardModelOutput(rewards, {name: [details.get(name) for details in info] for name in names}, failures)
+                details = {"reply": error.reply.text} if isinstance(error, Malformed) else {}
+                verdicts[index] = Verdict(details=details, failure=str(error))
+        return RewardModelOutput.of(verdicts)
 
-    def _question(self, sample: JudgeSample) -> Question:
+    def questions(self, sample: JudgeSample) -> list[Question]:
+        """Return what the judge is asked of a sample; raise RewardError where the sample lacks some of it."""
         if self.request is not None:
-            pictures = {"image": shown_frames(sample, self.settings.max_frames), "source": sample.sources or ()}
-            return self.request.question(sample.prompt, pictures)
-        return chat_question(self.settings, *self.chat(sample), self.parameters())
+            pictures = {"image": self.frames(sample), "source": sample.sources or ()}
+            return [self.request.question(sample.prompt, pictures)]
+        return [self.chat_question(*self.chat(sample), **self.parameters())]
+
+    def combined(self, verdicts: Sequence[Verdict]) -> Verdict:
+        """Return the reward by the verdicts in the replies to all questions of a sample."""
+        return verdicts[0]
+
+    def reward_in(self, reply: str) -> float:
+        """Return the reward in the text of a reply to one image; raise RewardError when it has none."""
+        return self.verdict(Reply(text=reply), JudgeSample("")).reward
 
     def _mean(self, replies: Sequence[Reply | RewardError], sample: JudgeSample) -> Verdict:
         """Return the mean of the rewards in all replies, and what the audit log says of them."""
-        verdicts = []
+        read, texts = [], []
         for reply in replies:
             if isinstance(reply, RewardError):
                 raise reply
-            verdicts.append(self._read(reply, sample))
-        texts = [reply.text for reply in replies if isinstance(reply, Reply)]
-        if len(texts) == 1:
-            return Verdict(verdicts[0].reward, {"reply": texts[0], **verdicts[0].details})
+            read.append(self._read(reply, sample))
+            texts.append(reply.text)
+        size = len(replies) // self.settings.replies  # one reply to each question
+        verdicts = [self.combined(read[start : start + size]) for start in range(0, len(read), size)]
+        if len(verdicts) == 1:
+            return Verdict(verdicts[0].reward, {"reply": texts[0] if size == 1 else texts, **verdicts[0].details})
         rewards = [verdict.reward for verdict in verdicts]
         details = {name: [verdict.details[name] for verdict in verdicts] for name in verdicts[0].details}
         spread = {"rewards": rewards, "spread": statistics.stdev(rewards)}
@@ -196,19 +205,13 @@ class Judge(SampleJudge, PointwiseRewardModel):
     def _read(self, reply: Reply, sample: JudgeSample) -> Verdict:
         begins = check_complete(reply, self.settings.max_tokens, self.cut_off)
         try:
-            written = self.verdict(reply, sample)
+            return self.verdict(reply, sample)
         except RewardError as error:
             raise RewardError(f"{error}; {begins}") from error
-        if not self._expects:
-            return written
-        expected = expected_reward(
-            reply, lambda text: self.verdict(reply.model_copy(update={"text": text}), sample).reward
-        )
-        return Verdict(expected, {"written": written.reward, **written.details})
 
     def media(self, sample: JudgeSample) -> Parts:
         """Return the sample's image, or frames of its video, as parts of a message."""
-        return [image_part(picture) for picture in shown_frames(sample, self.settings.max_frames)]
+        return [image_part(picture) for picture in self.frames(sample)]
 
 
 def check_complete(reply: Reply, max_tokens: int, cut_off: Sequence[str] = CUT_OFF) -> str:
@@ -249,39 +252,12 @@ def source_part(sample: JudgeSample) -> dict[str, Any]:
     return image_part(sample.sources[0])
 
 
-def shown_frames(sample: JudgeSample, max_frames: int) -> list[Image.Image]:
-    """Return the sample's image, or at most `max_frames` of its video, evenly spaced from the first to the last."""
-    if (sample.image is None) == (sample.video is None):
-        count = "neither an image nor a video" if sample.image is None else "both an image and a video"
-        raise RewardError(f"the sample has {count}: give one of them")
-    return [sample.image] if sample.image is not None else spaced(sample.video or (), max_frames)
-
-
 def fence(text: str) -> str:
     """Return `text` between two lines that do not occur in it; equal texts get equal fences."""
     salt = 0
     while (mark := sha256(f"{salt} {text}".encode("utf-8", "surrogatepass")).hexdigest()[:16]) in text:
         salt += 1
     return f"<data-{mark}>\n{text}\n</data-{mark}>"
-
-
-def chat_question(settings: JudgeSettings, system: str, parts: Parts, parameters: dict[str, Any]) -> Question:
-    """Return a question of a system message and the parts of the user's."""
-    messages = [{"role": "system", "content": f"{system}\n{FENCED}"}, {"role": "user", "content": parts}]
-    own = {"temperature": settings.temperature, "max_completion_tokens": settings.max_tokens}
-    return Question.of(settings.vlm_model, messages, {**own, **parameters})
-
-
-def json_reply(properties: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameter of a call that asks for a JSON object."""
-    schema = {"name": "judgement", "strict": True, "schema": json_object(properties)}
-    return {"response_format": {"type": "json_schema", "json_schema": schema}}
-
-
-def json_object(properties: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a JSON object that has all of the properties and no others."""
-    required = {"required": list(properties), "additionalProperties": False}
-    return {"type": "object", "properties": properties, **required}
 
 
 def text_part(text: str) -> dict[str, Any]:

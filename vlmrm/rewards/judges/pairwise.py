@@ -20,12 +20,9 @@ from vlmrm.rewards.judges.judge import (
     Parts,
     SampleJudge,
     SampleSettings,
-    chat_question,
     check_complete,
     fence,
     image_part,
-    json_reply,
-    shown_frames,
     text_part,
 )
 from vlmrm.rewards.judges.replies import Question, Reply, json_objects, without_thinking
@@ -39,7 +36,6 @@ FORM = (
     'Reply with one JSON object, first a short justification, then the winner, "Answer 1", "Answer 2", or "tie" where '
     'neither is better: {"justification": "...", "winner": "..."}'
 )
-WINNERS = {"justification": {"type": "string"}, "winner": {"type": "string", "enum": ["Answer 1", "Answer 2", "tie"]}}
 WINNER = re.compile(r"\b(?:image|video|answer)\s*([12])\b", re.IGNORECASE)
 BETTER = re.compile(r"\b(?:image|video)\s*([12])\s+(?:is|wins)\b(?!\s+(?:not|worse))", re.IGNORECASE)
 TIE = re.compile(r"\b(?:tie|both|equal(?:ly)?)\b", re.IGNORECASE)
@@ -81,7 +77,6 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
         info = {
             "strength": [float(values[place]) for place in places],
             "pairs": [met[place] for place in places],
-            "consistent": [group.consistent(place) for place in places],
         }
         return RewardModelOutput(rewards, info, failures)
 
@@ -93,7 +88,7 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
 
     def question(self, first: JudgeSample, second: JudgeSample) -> Question:
         """Return the question which of two samples is better; raise RewardError when one of them has no picture."""
-        one, other = (shown_frames(sample, self.settings.max_frames) for sample in (first, second))
+        one, other = self.frames(first), self.frames(second)
         sources = first.sources or ()
         if self.request is not None:
             return self.request.question(first.prompt, {"first": one, "second": other, "source": sources})
@@ -103,7 +98,7 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
     def asked(self, prompt: Parts, first: Parts, second: Parts) -> Question:
         """Return the question which of two answers to a prompt is better, each as the parts of a message."""
         answers = [text_part("Answer 1:"), *first, text_part("Answer 2:"), *second]
-        return chat_question(self.settings, SYSTEM, [*prompt, *answers, text_part(FORM)], json_reply(WINNERS))
+        return self.chat_question(SYSTEM, [*prompt, *answers, text_part(FORM)])
 
     def credits(self, questions: Sequence[Question]) -> list[float | RewardError]:
         """Return the credit of the answer that each question shows first, or why there is none.
@@ -125,8 +120,15 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
 
     def _read(self, reply: Reply) -> float:
         begins = check_complete(reply, self.settings.max_tokens)
-        if (credit := read_winner(reply.text)) is None:
-            raise RewardError(f"the reply names no winner; {begins}")
+        try:
+            return self.reward_in(reply.text)
+        except RewardError as error:
+            raise RewardError(f"{error}; {begins}") from error
+
+    def reward_in(self, reply: str) -> float:
+        """Return the credit of the first in the text of a reply; raise RewardError when it names no winner."""
+        if (credit := read_winner(reply)) is None:
+            raise RewardError("the reply names no winner")
         return credit
 
 
@@ -136,7 +138,6 @@ class _Group:
     def __init__(self, samples: Sequence[JudgeSample], judge: PairwiseJudge):
         self.samples = samples
         self.judge = judge
-        self.verdicts: dict[Pair, tuple[float, float]] = {}  # the credit of the first in both orders
         self.reasons: dict[int, str] = {}
 
     def compare(self, pairs: Sequence[Pair]) -> Mapping[Pair, float]:
@@ -155,15 +156,7 @@ class _Group:
                 self._failed(order, credit)
             else:
                 won[order] = credit
-        for first, second in pairs:
-            if (first, second) in won and (second, first) in won:
-                self.verdicts[first, second] = won[first, second], 1 - won[second, first]
-        return {pair: sum(self.verdicts[pair]) / 2 for pair in pairs if pair in self.verdicts}
-
-    def consistent(self, index: int) -> float | None:
-        """Return the share of a sample's pairs with the same verdict in both orders."""
-        both = [first == second for pair, (first, second) in self.verdicts.items() if index in pair]
-        return sum(both) / len(both) if both else None
+        return {pair: (won[pair] + 1 - won[pair[::-1]]) / 2 for pair in pairs if {pair, pair[::-1]} <= won.keys()}
 
     def reason(self, index: int) -> str:
         return self.reasons.get(index, "its group has no other sample: a judge of pairs compares two")
@@ -219,7 +212,7 @@ PRIOR = 0.1  # weight of the prior by which strengths are finite, beside one com
 def play(count: int, rounds: int, compare: Callable[[Sequence[Pair]], Mapping[Pair, float]]) -> Credits:
     """Return the credits of a Swiss tournament of `rounds` rounds, or of all pairs where as many rounds hold them.
 
-    In each round everyone meets someone of about the same strength whom he has not met, but the one who is left over.
+    In each round everyone meets someone of about the same strength whom he has not met, but for a few left over.
     `compare` returns the credits of pairs that could be compared.
     """
     if full_rounds(count) <= rounds:
@@ -241,31 +234,18 @@ def full_rounds(count: int) -> int:
 def _next_pairs(values: np.ndarray, met: set[Pair]) -> list[Pair]:
     """Return new pairs of neighbours in strength, each in the order of the group.
 
-    Of an odd number one of those who met most rests, the weakest of them. In groups hardly larger than the rounds some
-    may find nobody new.
+    Of an odd number one of those who met most rests, the weakest of them. Some, at the end, may find nobody new.
     """
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))
     if len(order) % 2:
         meetings = np.bincount(np.array(sorted(met), dtype=int).reshape(-1), minlength=len(order))
         order.remove(max(reversed(order), key=lambda i: meetings[i]))
     pairs: list[Pair] = []
-    left: list[int] = []
     while order:
         first = order.pop(0)
-        second = next((other for other in order if _pair(first, other) not in met), None)
-        if second is None:
-            left.append(first)
-        else:
+        if (second := next((other for other in order if _pair(first, other) not in met), None)) is not None:
             order.remove(second)
             pairs.append(_pair(first, second))
-    while len(left) > 1:  # they have met: each takes one of a pair, the weakest that allows it
-        one, other = left.pop(), left.pop()
-        for number, (first, second) in reversed(list(enumerate(pairs))):
-            new = [[(one, first), (other, second)], [(one, second), (other, first)]]
-            allowed = [swap for swap in new if not met & {_pair(*pair) for pair in swap}]
-            if allowed:
-                pairs[number : number + 1] = [_pair(*pair) for pair in allowed[0]]
-                break
     return pairs
 
 

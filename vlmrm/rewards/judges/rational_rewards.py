@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from vlmrm.errors import ConfigError, RewardError
-from vlmrm.rewards.contract import Processes, RewardArguments
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, Verdict, fence, source_part, text_part
+from vlmrm.rewards.contract import Processes, RewardArguments, Verdict
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, fence, source_part, text_part
 from vlmrm.rewards.judges.replies import NOT_APPLICABLE, Reply, read_score, without_thinking
 
 TITLES = {
@@ -57,7 +57,7 @@ NUMBERED = re.compile(r"^[\s#*_>-]*\d+\s*[.):]")
 Score = float | str | None
 
 
-class T2ISettings(ScoreSettings):
+class T2ISettings(SampleSettings):
     vlm_model: str = "RationalRewards-8B-T2I"
     temperature: float = Field(0.1, ge=0)
     aspects: list[str] | None = None
@@ -78,12 +78,12 @@ class RationalRewardsT2I(Judge):
 
     Settings = T2ISettings
     settings: T2ISettings
+    original = "rational_rewards_t2i"
     aspects: ClassVar[tuple[str, ...]] = ("text_faithfulness", "physical_quality", "text_rendering")
     subject: ClassVar[str] = "generated image"
 
     def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
-        self.rubric = self.own_rubric()
         self.counted = self.aspects if self.settings.aspects is None else tuple(self.settings.aspects)
         unknown = sorted(set(self.counted) - set(self.aspects))
         if unknown or not self.counted:
@@ -92,19 +92,15 @@ class RationalRewardsT2I(Judge):
             )
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
+        meanings = [f"{TITLES[name]}: {MEANINGS[name].format(image=self.subject)}" for name in self.aspects]
+        form = [f"{TITLES[name]}:\n## Justification: (why)\n## Score: (a number, or N/A)" for name in self.aspects]
+        rubric = RUBRIC.format(image=self.subject, aspects=_numbered(meanings), form=_numbered(form))
         instruction = text_part(f"User Instruction:\n{fence(sample.prompt)}")
-        parts = [instruction, *self.pictures(sample), text_part(self.rubric)]
-        return f"You are an expert judge of {self.subject}s.", parts
+        return f"You are an expert judge of {self.subject}s.", [instruction, *self.pictures(sample), text_part(rubric)]
 
     def pictures(self, sample: JudgeSample) -> list[dict[str, Any]]:
         """Return the images to judge as parts of the message."""
         return self.media(sample)
-
-    def own_rubric(self) -> str:
-        """Return the rubric in the wording of this project, for `request_file` left out."""
-        meanings = [f"{TITLES[name]}: {MEANINGS[name].format(image=self.subject)}" for name in self.aspects]
-        form = [f"{TITLES[name]}:\n## Justification: (why)\n## Score: (a number, or N/A)" for name in self.aspects]
-        return RUBRIC.format(image=self.subject, aspects=_numbered(meanings), form=_numbered(form))
 
     def verdict(self, reply: Reply, sample: JudgeSample) -> Verdict:
         scores = read_aspects(reply.text, {name: TITLES[name] for name in self.aspects})
@@ -116,6 +112,7 @@ class RationalRewardsEdit(RationalRewardsT2I):
     """The same for an edited image beside its source, with image faithfulness as a fourth aspect."""
 
     Settings = EditSettings
+    original = "rational_rewards_edit"
     shown = ("image", "source")
     aspects = ("text_faithfulness", "image_faithfulness", "physical_quality", "text_rendering")
     subject = "edited image"

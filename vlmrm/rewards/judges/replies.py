@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import re
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,17 +51,6 @@ class Question:
         """Return a hash that is equal for the same model, messages and parameters."""
         return hashlib.sha256(self.content).hexdigest()
 
-    @property
-    def structured(self) -> bool:
-        """Return whether the question asks for a JSON schema by `response_format`."""
-        # Inside a text its quotes would be escaped.
-        return not self.verbatim and b'"response_format":' in self.content
-
-    def unstructured(self) -> Question:
-        body = json.loads(self.content)
-        body.pop("response_format")
-        return Question(_json(body))
-
     def sampled(self) -> Question:
         """Return the same question for another reply than the likeliest one."""
         body = json.loads(self.content)
@@ -73,18 +60,13 @@ class Question:
 
 
 class Reply(BaseModel):
-    """A judge's reply, with log-probabilities where they were requested, the likeliest first.
-
-    `top_logprobs` are of the first token; `digits` are the places of tokens of digits in the text, the digits, and
-    what might have been there.
-    """
+    """A judge's reply, and the likeliest first tokens with their log-probabilities where asked for."""
 
     model_config = ConfigDict(frozen=True)
 
     text: str
     finish_reason: str | None = None
     top_logprobs: list[tuple[str, float]] | None = None
-    digits: list[tuple[int, str, list[tuple[str, float]]]] | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
@@ -101,7 +83,6 @@ def read_completion(body: str) -> Reply:
             text=text,
             finish_reason=choice.get("finish_reason"),
             top_logprobs=_top_logprobs(tokens[0]) if tokens else None,
-            digits=_digits(tokens, text) if tokens else None,
             prompt_tokens=usage.get("prompt_tokens") or 0,
             completion_tokens=usage.get("completion_tokens") or 0,
         )
@@ -111,20 +92,6 @@ def read_completion(body: str) -> Reply:
 
 def _top_logprobs(token: dict[str, Any]) -> list[tuple[str, float]]:
     return [(other["token"], other["logprob"]) for other in token.get("top_logprobs") or ()]
-
-
-def _digits(tokens: list[dict[str, Any]], text: str) -> list[tuple[int, str, list[tuple[str, float]]]] | None:
-    """Return the tokens of digits; None where the tokens are not those of the text."""
-    found, end = [], 0
-    for token in tokens:
-        written = token["token"]
-        # Half a character has no place of its own; the next whole one has.
-        if (start := text.find(written, end, end + len(written) + 8)) < 0:
-            continue
-        end = start + len(written)
-        if (digits := written.strip()).isdecimal() and digits.isascii():
-            found.append((start + written.index(digits), digits, _top_logprobs(token)))
-    return found if sum(len(digits) for _, digits, _ in found) == len(re.findall("[0-9]", text)) else None
 
 
 def _json(value: Any) -> bytes:
@@ -213,44 +180,3 @@ def json_objects(text: str) -> Iterator[dict[str, Any]]:
         except RecursionError:  # so deep is no verdict, and its inner objects would each take as long
             return
         yield value
-
-
-NEGLIGIBLE = 1e-5  # probability
-
-
-def expected_reward(reply: Reply, read: Callable[[str], float]) -> float:
-    """Return the expected reward over the likeliest digits in each place, the others as they were written.
-
-    With p the probabilities of the digits d that give a reward, Σ p(d) read(d) / Σ p(d): of one score exactly its
-    expectation, of a mean of scores the mean of theirs. Digits that change no score change nothing.
-    """
-    if reply.digits is None:
-        raise RewardError("the server sent no log-probabilities of the digits: it must support logprobs")
-    answer = reply.text.rfind("</think>")
-    written = read(reply.text)
-    total = written
-    for start, token, likeliest in reply.digits:
-        if start < answer:
-            continue
-        chances: dict[str, float] = defaultdict(float)
-        for text, logprob in likeliest:
-            if (digits := text.strip()).isdecimal() and digits.isascii():
-                chances[digits] += math.exp(logprob)
-        weights, weighted = chances.pop(token, 0.0), 0.0
-        for digits, chance in chances.items():
-            if chance > NEGLIGIBLE and (other := _read(reply.text, start, token, digits, read)) is not None:
-                weights += chance
-                weighted += chance * (other - written)
-        total += weighted / weights if weights > 0 else 0.0
-    return total
-
-
-def _read(text: str, start: int, token: str, digits: str, read: Callable[[str], float]) -> float | None:
-    """Return the reward of `text` with other digits at `start`, None where it has none: it is off the scale."""
-    before, after = text[:start], text[start + len(token) :]
-    if not re.search(r"\d[.,]?\d*$", before):  # the first of a number: 8 instead of 10, not 80
-        after = re.sub(r"^\d+", "", after)
-    try:
-        return read(before + digits + after)
-    except RewardError:
-        return None

@@ -13,19 +13,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from vlmrm.errors import RewardError
-from vlmrm.rewards.contract import Processes, RewardArguments
+from vlmrm.rewards.contract import Processes, RewardArguments, Verdict
 from vlmrm.rewards.judges.judge import (
     Judge,
     JudgeSample,
-    ScoreSettings,
-    Verdict,
+    SampleSettings,
     fence,
     image_part,
-    json_object,
-    json_reply,
     text_part,
 )
-from vlmrm.rewards.judges.replies import NOT_APPLICABLE, Reply, json_objects, read_score, without_thinking
+from vlmrm.rewards.judges.replies import Reply, json_objects, read_score, without_thinking
 from vlmrm.settings import Strict, load_file, validate
 
 SYSTEM = "You are a careful, impartial judge. You score what you are shown by a rubric, aspect by aspect."
@@ -37,7 +34,7 @@ number on that aspect's scale, or "N/A" where the aspect does not apply:
 {form}"""
 
 
-class RubricSettings(ScoreSettings):
+class RubricSettings(SampleSettings):
     rubric: str = Field(min_length=1)
     """The YAML file."""
 
@@ -46,8 +43,8 @@ class RubricJudge(Judge):
     """The aspects' scores, each mapped to [0, 1] by its scale and aggregated: [N] in [0, 1].
 
     The aggregation is `mean`, `weighted` (by the aspects' weights), `min` or `product`, over the aspects that apply. A
-    score off its scale, a missing aspect, and a reply in which no aspect applies are failures. The server is asked for
-    JSON by `response_format`; a reply in prose is searched for a JSON object, then for lines `aspect: score`.
+    score off its scale, a missing aspect, and a reply in which no aspect applies are failures. A
+    reply in prose is searched for a JSON object, then for lines `aspect: score`.
     """
 
     Settings = RubricSettings
@@ -56,12 +53,6 @@ class RubricJudge(Judge):
     def __init__(self, config: RewardArguments, accelerator: Processes):
         super().__init__(config, accelerator)
         self.rubric = load_rubric(self.settings.rubric)
-
-    def parameters(self) -> dict[str, Any]:
-        # `_score` checks the scales, as not every server supports bounds of numbers.
-        score = {"anyOf": [{"type": "number"}, {"type": "string", "enum": [NOT_APPLICABLE]}]}
-        aspect = json_object({"justification": {"type": "string"}, "score": score})
-        return {**super().parameters(), **json_reply({each.name: aspect for each in self.rubric.aspects})}
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
         sources = [part for source in sample.sources or () for part in (text_part("Made from:"), image_part(source))]

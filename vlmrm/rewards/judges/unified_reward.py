@@ -6,7 +6,9 @@ import re
 from typing import Any
 
 from vlmrm.errors import RewardError
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, Verdict, fence, text_part
+from vlmrm.rewards.contract import Verdict
+from vlmrm.rewards.judges.edit_score import read_scores
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, fence, text_part
 from vlmrm.rewards.judges.replies import Reply, read_score, without_thinking
 
 IMAGE = """A text caption and an image that was generated from it are given. Evaluate the image by two criteria:
@@ -30,12 +32,9 @@ SEVERAL = re.compile(
     r"\b(?P<name>Alignment|Coherence|Physics|Style)[ \t]+Score[\s*_]*(?:\([^)]{0,40}\)[\s*_]*)?(?::|：)(?P<value>.*)",
     re.IGNORECASE,
 )
-# UnifiedReward-Edit: JSON that no parser takes, as its form ends in a comma.
-PAIR = re.compile(r'"score"\s*:\s*\[\s*(?P<first>[-+.\d]{1,20})\s*,\s*(?P<second>[-+.\d]{1,20})\s*,?\s*\]')
-EDIT_BEST = 25.0
 
 
-class UnifiedRewardSettings(ScoreSettings):
+class UnifiedRewardSettings(SampleSettings):
     vlm_model: str = "UnifiedReward"
 
 
@@ -51,6 +50,7 @@ class UnifiedReward(Judge):
 
     Settings = UnifiedRewardSettings
     settings: UnifiedRewardSettings
+    original = "unified_reward_2"
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
         template = IMAGE if sample.video is None else VIDEO
@@ -66,29 +66,21 @@ class UnifiedReward(Judge):
         score = read_score(finals[-1], best)
         if not isinstance(score, float) or not 1 <= score <= best:
             raise RewardError(f"its Final Score is {finals[-1].strip()[:40]!r}, which is no number from 1 to {best:g}")
-        aspects = {}
-        for line in text.splitlines():
-            name, _, value = line.partition(":")
-            if (number := read_score(value, best)) is not None:
-                aspects[name.strip(" \t*_#-")] = number
-        return Verdict(score, {"aspects": aspects})
+        return Verdict(score)
 
 
 def _without_final(text: str) -> Verdict:
     """Return the verdict in the forms of UnifiedReward 2.0 and UnifiedReward-Edit."""
-    pairs = list(PAIR.finditer(text))
-    aspects = {match["name"].title(): match["value"] for match in SEVERAL.finditer(text)}
-    worst, best = (0.0, EDIT_BEST) if pairs else (1.0, 5.0)
-    values = dict(pairs[-1].groupdict()) if pairs else aspects
-    scores = {name: read_score(value, best) for name, value in values.items()}
-    for name, score in scores.items():
-        if not isinstance(score, float) or not worst <= score <= best:
-            raise RewardError(
-                f"its {name} score is {values[name].strip()[:40]!r}, no number from {worst:g} to {best:g}"
-            )
-    numbers = [score for score in scores.values() if isinstance(score, float)]
-    if pairs:
-        return Verdict(min(numbers), {"aspects": numbers})
-    if len(numbers) < 2:
+    values = {match["name"].title(): match["value"] for match in SEVERAL.finditer(text)}
+    if '"score"' in text and not values:
+        scores = read_scores(text)
+        return Verdict(min(scores), {"aspects": scores})
+    aspects = {}
+    for name, value in values.items():
+        score = read_score(value, 5.0)
+        if not isinstance(score, float) or not 1 <= score <= 5:
+            raise RewardError(f"its {name} score is {value.strip()[:40]!r}, no number from 1 to 5")
+        aspects[name] = score
+    if len(aspects) < 2:
         raise RewardError("the reply has no Final Score, nor the several scores of UnifiedReward 2.0")
-    return Verdict(sum(numbers) / len(numbers), {"aspects": scores})
+    return Verdict(sum(aspects.values()) / len(aspects), {"aspects": aspects})

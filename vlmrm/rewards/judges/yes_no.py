@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from vlmrm.errors import RewardError
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, Verdict, fence, text_part
+from vlmrm.rewards.contract import Verdict
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, fence, text_part
 from vlmrm.rewards.judges.replies import Reply
 
 QUALITY = (
@@ -49,7 +50,7 @@ class YesNo(Judge):
     cut_off: ClassVar[tuple[str, ...]] = ("content_filter",)
 
     def parameters(self) -> dict[str, Any]:
-        return {**super().parameters(), "logprobs": True, "top_logprobs": self.settings.top_logprobs}
+        return {"logprobs": True, "top_logprobs": self.settings.top_logprobs}
 
     def chat(self, sample: JudgeSample) -> tuple[str, list[dict[str, Any]]]:
         parts = self.media(sample)

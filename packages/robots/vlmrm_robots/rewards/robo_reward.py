@@ -11,8 +11,8 @@ from PIL import Image
 from pydantic import Field
 
 from vlmrm.errors import RewardError
-from vlmrm.rewards.contract import RewardModelOutput
-from vlmrm.rewards.judges.judge import Judge, JudgeSample, ScoreSettings, Verdict, fence, text_part
+from vlmrm.rewards.contract import RewardModelOutput, Verdict
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, fence, text_part
 from vlmrm.rewards.judges.replies import Reply, read_score, without_thinking
 from vlmrm.rewards.samples import to_pil
 from vlmrm_robots.rewards.trajectory_model import frames_of_samples
@@ -29,7 +29,7 @@ Task: {prompt}"""
 ANSWER = re.compile(r"ANSWER[\s*_]*(?::|：)(?P<value>.*)", re.IGNORECASE)
 
 
-class RoboRewardSettings(ScoreSettings):
+class RoboRewardSettings(SampleSettings):
     vlm_model: str = "RoboReward"
     max_frames: int = Field(16, ge=1)
     """Frames of a trajectory, evenly spaced from the first to the last."""

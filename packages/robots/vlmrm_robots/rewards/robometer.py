@@ -21,8 +21,8 @@ from vlmrm.modeling.manifest import read_json_of
 from vlmrm.modeling.published_weights import load_exactly, pretrained, read_weights, shared
 from vlmrm.modeling.reward_model import reward_model_class
 from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
-from vlmrm.rewards.built_in.reward_tokens import PLACEHOLDER, published_template
-from vlmrm.rewards.contract import RewardArguments, choice
+from vlmrm.rewards.built_in.reward_tokens import published_template
+from vlmrm.rewards.contract import PLACEHOLDER, RewardArguments, choice
 from vlmrm.scoring.scorer import LocalScorer
 from vlmrm_robots.rewards.trajectory_model import TrajectoryModel, task_and_frames
 
@@ -56,7 +56,7 @@ class Robometer(TrajectoryModel):
 
     def __init__(self, config: RewardArguments, accelerator: Accelerator | PartialState):
         super().__init__(config, accelerator)
-        template = published_template(config, ())
+        template = published_template(config, "robometer")
         output = choice(config, "output", OUTPUTS[0], OUTPUTS)
         path = str(config.extra_kwargs.get("model_name_or_path", "robometer/Robometer-4B"))
         base = str(config.extra_kwargs.get("base_name_or_path", "Qwen/Qwen3-VL-4B-Instruct"))

@@ -20,8 +20,7 @@ from vlmrm.modeling.published_weights import shared
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.modeling.sight import prove_sight
 from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
-from vlmrm.rewards.built_in.reward_tokens import PLACEHOLDER
-from vlmrm.rewards.contract import RewardArguments, read_template
+from vlmrm.rewards.contract import PLACEHOLDER, RewardArguments, read_template
 from vlmrm.scoring.scorer import LocalScorer
 from vlmrm_robots.rewards.trajectory_model import TrajectoryModel, task_and_frames
 
@@ -59,8 +58,7 @@ class TOPReward(TrajectoryModel):
         super().__init__(config, accelerator)
         extra = config.extra_kwargs
         path = str(extra.get("model_name_or_path", MODEL))
-        template = extra.get("template_file")
-        question = QUESTION if template is None else read_template(config, template, PLACEHOLDER)
+        question = read_template(config) or QUESTION
         answers = tuple(extra.get("answers", ANSWERS))
         if (
             len(answers) != 2
