@@ -52,7 +52,9 @@ def parsed(words: list[str]) -> Any:
 
     with (
         suppress(SystemExit),
-        patch.dict(sys.modules, {name: MagicMock(__version__="0.20.0", __spec__=ModuleSpec(name, None)) for name in ABSENT}),
+        patch.dict(
+            sys.modules, {name: MagicMock(__version__="0.20.0", __spec__=ModuleSpec(name, None)) for name in ABSENT}
+        ),
         patch("ray.is_initialized", begin),
         patch.object(sys, "argv", words),
     ):
