@@ -214,10 +214,12 @@ def test_groups_of_one_text_and_other_images_are_kept_apart():
     assert TRLReward(Given(1.0, NAN, NAN, 5.0))([QUESTION] * 4, ANSWERS, image=IMAGES) == [1.0, 1.0, 5.0, 5.0]
 
 
-def test_trl_s_reward_may_end_the_run_instead():
+def test_a_missing_score_may_end_the_run_instead():
     reward = TRLReward(Given(-3.1, NAN), name="people", on_failure="raise")
     with pytest.raises(RewardError, match=r"reward people .*first sample 1: its score is nan"):
         reward(["a"] * 2, ANSWERS[:2])
+    with pytest.raises(RewardError, match=r"reward People .*first sample 1: its score is nan"):
+        swift_orm(1.0, NAN, policy="raise")(ANSWERS[:2], **swift_columns("a", "a"))
 
 
 def reward_set(model, num_generations: int = 2, **settings) -> TRLRewardSet:
@@ -306,21 +308,6 @@ def test_a_round_that_was_not_finished_gives_no_reward_to_the_next():
 # ms-swift ------------------------------------------------------------------------------------------------------------
 
 
-SWIFT_COLUMNS = {
-    "messages": [
-        [{"role": "user", "content": "<image>" + QUESTION}, {"role": "assistant", "content": text}] for text in ANSWERS
-    ],
-    "images": [[{"bytes": png(colour), "path": None}] for colour in COLOURS],
-    "solution": ["x"] * 4,
-    "trainer_state": None,
-}
-
-
-def test_swift_s_orm_has_the_scorer_s_scores(tiny_reward_model, expected):
-    reward = type("People", (VlmrmORM,), {"model": tiny_reward_model, "options": LOAD})(args=None)
-    assert reward(ANSWERS, **SWIFT_COLUMNS) == near(expected)
-
-
 def swift_orm(*scores: float, policy: str = "mask", args=None) -> VlmrmORM:
     class People(VlmrmORM):
         model, on_failure = Given(*scores), policy
@@ -340,13 +327,6 @@ def test_groups_of_ms_swift_are_of_one_prompt_and_one_image():
     images = [[{"bytes": png(colour), "path": None}] for colour in COLOURS]
     columns = swift_columns(*["<image>" + QUESTION] * 4, images=images) | {"prompt_id": ["prompt_0"] * 4}
     assert swift_orm(1.0, NAN, NAN, 5.0)(ANSWERS, **columns) == [1.0, 1.0, 5.0, 5.0]
-
-
-def test_where_no_mean_would_be_neutral_ms_swift_s_run_ends_with_the_sample_named():
-    with pytest.raises(RewardError, match=r"sample 0 has no reward, .*: reward People: its score is nan"):
-        swift_orm(NAN, NAN)(ANSWERS[:2], **swift_columns("a", "a"))
-    with pytest.raises(RewardError, match=r"reward People .*first sample 1: its score is nan"):
-        swift_orm(1.0, NAN, policy="raise")(ANSWERS[:2], **swift_columns("a", "a"))
 
 
 def test_ms_swift_gets_each_reward_of_a_set():

@@ -17,7 +17,6 @@ from tests.adapters.frameworks import calls
 from tests.serving.protocols.flow_factory_client import FlowFactoryClient
 from tests.serving.services import served
 from vlmrm import cli, load_scorer
-from vlmrm.adapters.plain import Reward
 from vlmrm.adapters.trl_reward import TRLReward
 from vlmrm.data.media import png_of
 from vlmrm.errors import RowError
@@ -237,7 +236,6 @@ def test_the_prefixes_of_an_episode_have_the_scores_of_the_local_scorer(local, u
 def test_adapters_and_the_command_line_take_the_address(local, url, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("VLMRM_TOKEN", TOKEN)
     expected = pytest.approx(local.score([asked(answer, PICTURE) for answer in ANSWERS]), abs=1e-4)
-    assert Reward(url)([QUESTION] * 2, ANSWERS, [PICTURE] * 2) == expected
     narrow = Image.new("RGB", (3, 900))
     assert TRLReward(url)([QUESTION] * 3, [*ANSWERS, "x"], images=[PICTURE, PICTURE, narrow])[:2] == expected
     assert TRLReward(url)([QUESTION], ["x"], images=[narrow]) == [None]
