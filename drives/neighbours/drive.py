@@ -149,7 +149,7 @@ def compared(what: Any, scorer: Any, pictures: Sequence[str]) -> dict[str, Any]:
     if min(abs(one - two) for one, two in zip(expected, other, strict=True)) < 100 * TOLERANCE:
         return {"proved": False, "what": "the scorer itself hardly tells the samples apart"}
     worst = max(abs(row["reward"] - score) for row, score in zip(rows, expected, strict=True))
-    kind = "rewards" if '"image"' in text else "rewards of texts"
+    kind = "rewards" if '"image"' in text or '"video"' in text else "rewards of texts"
     return {"proved": worst <= TOLERANCE, "what": f"{ran}{len(rows)} {kind}, at most {worst:.0e} off"}
 
 
