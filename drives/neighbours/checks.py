@@ -206,7 +206,7 @@ def raised(call: Callable[[], Any], *words: str) -> str:
         # Of our errors the kind that users catch, as their own kinds may be split further.
         kinds = [kind.__name__ for kind in type(error).__mro__]
         ours = type(error).__module__.startswith("vlmrm") and "RewardError" in kinds
-        return f"the run ends with {'RewardError' if ours else kinds[0]}"
+        return f"raises {'RewardError' if ours else kinds[0]}"
     raise AssertionError(f"nothing was raised; it gave {got!r:.200}")
 
 
