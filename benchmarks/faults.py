@@ -1,4 +1,4 @@
-"""Faults of a reward in TRL's own GRPO: what they do to the advantages, and how long a round waits for what is down.
+"""Faults of a reward in TRL's own GRPO: what they do to the advantages; drives/rounds.py tells how long they take.
 
 A tiny policy with a learning rate of 0 and a new seed before each step writes the same completions in every step, and
 each step's reward fails in its own way for a share of them, which does not depend on their rewards. Rewards have the
@@ -17,14 +17,11 @@ reward that trains nothing, and `saturation`, the share at one end of the scale.
 from __future__ import annotations
 
 import argparse
-import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import product
 from pathlib import Path
 from statistics import NormalDist
@@ -32,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from benchmarks import harness, runs
 from benchmarks.harness import Row, row
@@ -46,9 +42,8 @@ SHARES = (0.01, 0.1, 0.5)
 FAULTS = ("down", "slow", "nan", "type", "off_scale")
 TELLING = {"shuffled": "held_out", "stuck": "saturation"}  # the metric that tells of a fault that is plausible
 SCORER_FAULTS = ("down", "nan", "type")  # what a scorer's row can be; an exception of a scorer ends the run
-BIAS, STALL = 0.05, 10.0
+BIAS = 0.05
 COMPLETIONS = 2048
-JUDGED = 64
 LATE = 1.0  # seconds of the deadline that a slow reward misses
 SCALE = [-20.0, 20.0]  # of the rewards
 BEST = 5.0
@@ -139,9 +134,7 @@ class Step:
         return np.array([fraction("fault", *pair) < share for pair in self.completions])
 
 
-def grpo(
-    folder: Path, functions: Sequence[RewardFunction], size: int, picture: Image.Image | None = None
-) -> list[Step]:
+def grpo(folder: Path, functions: Sequence[RewardFunction], size: int) -> list[Step]:
     """Return a step of TRL's GRPOTrainer for each reward function, all of the same completions.
 
     Raises:
@@ -189,7 +182,7 @@ def grpo(
             bf16=False,
         ),
         reward_funcs=[reward],
-        train_dataset=Dataset.from_list([one if picture is None else {**one, "image": picture} for one in rows]),
+        train_dataset=Dataset.from_list(rows),
         callbacks=[Steps()],
     )
     trainer.remove_callback(PrinterCallback)
@@ -234,7 +227,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
             worst = max(abs(figures["bias_failed"]), abs(figures["bias_others"]))
             rows.append(row(name, worst, "of bias", at_most=BIAS, **figures, seconds=step.seconds))
         rows += [telling(*case, clean.completions) for case in product(TELLING, shares)]
-        return rows if options.quick else rows + stalls(folder)
+        return rows
 
 
 def telling(fault: str, share: float, completions: Sequence[tuple[str, str]]) -> Row:
@@ -248,59 +241,6 @@ def telling(fault: str, share: float, completions: Sequence[tuple[str, str]]) ->
     struck = np.mean([fraction("fault", *pair) < share for pair in completions])
     shown = 1 - metrics["rewards/truth/held_out"] if fault == "shuffled" else metrics["rewards/proxy/saturation"]
     return row(f"{fault}_{share:g}", float(shown / struck), f"of the faults, by {TELLING[fault]}", at_least=TOLD)
-
-
-def stalls(folder: Path) -> list[Row]:
-    """Return the seconds that rounds of GRPO, one after another, wait for judges and services that are down."""
-    rows = []
-    judge = {"reward_model": "vllm_evaluate", "api_base_url": "{}/v1"}
-    service = {"reward_model": "remote_pointwise", "server_url": "{}"}
-    three = [{"dtype": dtype} for dtype in ("float32", "float16", "bfloat16")]  # so that none shares a model
-    for name, configs, silent in (
-        ("dead_judge", [judge], False),
-        ("dead_service", [service], False),
-        ("dead_six", [{**config, **own} for config in (judge, service) for own in three], False),
-        ("silent_judges", [{**judge, **own} for own in three], True),
-    ):
-        with dying_service() as (url, die):
-            configs = [{key: value.format(url) for key, value in config.items()} for config in configs]
-            named = [{"name": str(number), "on_failure": "mask", **config} for number, config in enumerate(configs)]
-            rewards = TRLRewardSet(named, GROUP)
-            rewards.rewards = RewardSet(rewards.config)  # a reward's service must be there at the start
-            die(silent)
-            steps = grpo(folder / name, [rewards, rewards], JUDGED, Image.new("RGB", (28, 28), "red"))
-        for number, step in enumerate(steps, 1):
-            missing = int(np.isnan(step.rewards).sum())
-            rows.append(row(f"{name}_round_{number}", step.seconds, "s", at_most=STALL, failed=missing))
-    return rows
-
-
-@contextmanager
-def dying_service() -> Generator[tuple[str, Callable[[bool], None]]]:
-    """Yield the address of a service that says it is ready, and what ends it, or leaves a port that never answers."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Healthy)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    with ExitStack() as ports:
-
-        def die(silent: bool) -> None:
-            server.shutdown()
-            thread.join()
-            server.server_close()
-            if silent:
-                ports.enter_context(socket.create_server(("127.0.0.1", server.server_port), backlog=512))
-
-        yield f"http://127.0.0.1:{server.server_port}", die
-
-
-class Healthy(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
 
 
 if __name__ == "__main__":

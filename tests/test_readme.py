@@ -52,7 +52,7 @@ NOT_RUN = {
     *("docs/benchmarks.md", "docs/frames.md", "docs/report.md", "docs/rewards.md"),
     *("docs/serving.md", "docs/howto/serve.md"),
 }
-# Those of this page run in tests/adapters/test_howto_rl.py, with what stands in for the frameworks.
+# `make neighbours` runs those of this page, each in its framework's own environment.
 RUN_ELSEWHERE = {"docs/howto/rl.md"}
 # Programs of others, whose words nothing here can read.
 FOREIGN = {"cd", "docker", "git", "kubectl", "source", "uv"}

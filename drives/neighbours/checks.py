@@ -3,7 +3,8 @@
     python drive_NAME.py CASE.json REPORT.json
 
 A driver has checks by name. It returns conversations with the reward that the framework came to, which
-`drive.py` compares with `load_scorer`, or what happened, in words; or it fails.
+`drive.py` compares with `load_scorer`, or what happened, in words; or it fails. Checks of `guide` run blocks of
+docs/howto/rl.md as they stand there, and say how far: `ran`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import base64
 import importlib
 import json
 import os
+import re
 import socket
 import sys
 import traceback
@@ -23,6 +25,9 @@ from typing import Any
 
 QUESTION = "Which colour is this?"
 ANSWERS = ("It is red.", "It may be blue, I think.")
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "howto" / "rl.md"
+GUIDES_QUESTION, GUIDES_POLICY = "What is this?", "Qwen/Qwen2.5-VL-3B-Instruct"
 MANY = {"people": 1.0, "brief": 0.5}  # the rewards of `many_rewards`, with their weights
 RANKS = 2
 NOT_DONE = {"proved": False, "what": "not done"}
@@ -45,14 +50,15 @@ class Case:
         return [(picture, answer) for picture in self.pictures for answer in ANSWERS]
 
 
-def asked(picture: Any) -> list[dict[str, Any]]:
+def asked(picture: Any, question: str = QUESTION) -> list[dict[str, Any]]:
     """The user's turn, with a picture in it."""
-    return [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": QUESTION}]}]
+    return [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": question}]}]
 
 
-def scored(picture: str, answer: str, reward: Any) -> dict[str, Any]:
+def scored(picture: str, answer: str, reward: Any, question: str = QUESTION) -> dict[str, Any]:
     """A conversation with the reward that a framework came to."""
-    return {"messages": [*asked(picture), {"role": "assistant", "content": answer}], "reward": float(reward)}
+    answered = {"role": "assistant", "content": answer}
+    return {"messages": [*asked(picture, question), answered], "reward": float(reward)}
 
 
 def drawn(picture: str, reward: Any, asked: str = QUESTION) -> dict[str, Any]:
@@ -77,12 +83,35 @@ def data_uri(picture: str) -> str:
 
 def recipe(example: str, url: str, folder: str) -> ModuleType:
     """An example for a framework, `examples/frameworks/NAME.py`, as a module; with this address."""
-    code = Path(__file__).parents[2].joinpath("examples", "frameworks", f"{example}.py").read_text(encoding="utf-8")
+    code = ROOT.joinpath("examples", "frameworks", f"{example}.py").read_text(encoding="utf-8")
     name = f"recipe_{len(list(Path(folder).iterdir()))}"
     Path(folder, f"{name}.py").write_text(code.replace("http://host:8080", url), encoding="utf-8")
     sys.path.insert(0, folder)
     importlib.invalidate_caches()
     return importlib.import_module(name)
+
+
+def guide(case: Case, word: str) -> str:
+    """The first block of the guide that has a word in it; with this address."""
+    blocks = re.findall(r"```\w+\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    return next(block for block in blocks if word in block).replace("http://host:8080", case.url)
+
+
+def ran(how: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Rewards to be compared, of blocks of the guide, and what ran to get them."""
+    return {"ran": how, "rows": rows}
+
+
+def lay_out(case: Case) -> None:
+    """Put what the guide's blocks name into the working folder, which is the case's own."""
+    from PIL import Image
+
+    for name, picture in zip(("cat.jpg", "dog.jpg"), reversed(case.pictures), strict=True):
+        Image.open(picture).save(name)
+    for name, made in (("outputs/best", case.model), (GUIDES_POLICY, case.policy), ("examples", ROOT / "examples")):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).symlink_to(made)
+    Path("rewards.yaml").write_text(guide(case, "# rewards.yaml"), encoding="utf-8")
 
 
 def many_rewards(case: Case, reward: str, model: str) -> Path:
@@ -103,6 +132,7 @@ def gdpo(
     epsilon: float,
     lengths: Sequence[int] | None = None,
     ddof: int = 1,
+    weights: Mapping[str, float] = MANY,
 ) -> Any:
     """The advantages [N] of GDPO (arXiv:2601.05242) of the rewards by name, a missing one as its group's mean.
 
@@ -112,7 +142,7 @@ def gdpo(
     """
     import numpy as np
 
-    total = sum(MANY[name] * normalised(values, groups, epsilon, ddof) for name, values in rewards.items())
+    total = sum(weights[name] * normalised(values, groups, epsilon, ddof) for name, values in rewards.items())
     tokens = total if lengths is None else np.repeat(total, lengths)
     return (total - tokens.mean()) / (tokens.std(ddof=ddof) + epsilon)
 
@@ -176,7 +206,7 @@ def raised(call: Callable[[], Any], *words: str) -> str:
         # Of our errors the kind that users catch, as their own kinds may be split further.
         kinds = [kind.__name__ for kind in type(error).__mro__]
         ours = type(error).__module__.startswith("vlmrm") and "RewardError" in kinds
-        return f"the run ends with {'RewardError' if ours else kinds[0]}"
+        return f"raises {'RewardError' if ours else kinds[0]}"
     raise AssertionError(f"nothing was raised; it gave {got!r:.200}")
 
 
@@ -193,6 +223,7 @@ def main(checks: Mapping[str, Callable[[Case], Any]]) -> None:
     given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     case = Case(**{**given, "pictures": tuple(given["pictures"])})
     report: dict[str, dict[str, Any]] = dict.fromkeys(checks, NOT_DONE)
+    lay_out(case)
     for name, check in checks.items():
         try:
             report[name] = {"proved": True, "what": check(case)}

@@ -139,8 +139,9 @@ def processes_of(owner: str) -> list[int]:
     return found
 
 
-def compared(rows: Sequence[dict[str, Any]], scorer: Any, pictures: Sequence[str]) -> dict[str, Any]:
+def compared(what: Any, scorer: Any, pictures: Sequence[str]) -> dict[str, Any]:
     """Compare a framework's rewards with the scorer's own, and that with the scores of other pictures."""
+    ran, rows = (f"{what['ran']}, ", what["rows"]) if isinstance(what, dict) else ("", what)
     expected = scorer.score([row["messages"] for row in rows])
     text = json.dumps([row["messages"] for row in rows])
     # A framework that sends texts alone must tell those apart.
@@ -148,8 +149,8 @@ def compared(rows: Sequence[dict[str, Any]], scorer: Any, pictures: Sequence[str
     if min(abs(one - two) for one, two in zip(expected, other, strict=True)) < 100 * TOLERANCE:
         return {"proved": False, "what": "the scorer itself hardly tells the samples apart"}
     worst = max(abs(row["reward"] - score) for row, score in zip(rows, expected, strict=True))
-    kind = "rewards" if '"image"' in text else "rewards of texts"
-    return {"proved": worst <= TOLERANCE, "what": f"{len(rows)} {kind}, at most {worst:.0e} off"}
+    kind = "rewards" if '"image"' in text or '"video"' in text else "rewards of texts"
+    return {"proved": worst <= TOLERANCE, "what": f"{ran}{len(rows)} {kind}, at most {worst:.0e} off"}
 
 
 def swapped(text: str, pictures: Sequence[str]) -> str:
@@ -191,7 +192,7 @@ def main(names: Sequence[str]) -> int:
             for report in as_completed(driven):
                 checks = {"resolves": {"proved": True, "what": ""}, **report.result()["checks"]}
                 for name, check in checks.items():
-                    if check["proved"] and isinstance(check["what"], list):
+                    if check["proved"] and not isinstance(check["what"], str):
                         checks[name] = compared(check["what"], scorer, pictures)
                 neighbour = driven[report]
                 results.add(neighbour, released(neighbour), checks, report.result()["seconds"])

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from accelerate import Accelerator
-from checks import MANY, QUESTION, Case, drawn, gdpo, line, main, on_ranks, raised
+from checks import MANY, QUESTION, Case, drawn, gdpo, guide, line, main, on_ranks, raised, ran
 from flow_factory.advantage import AdvantageProcessor
-from flow_factory.hparams import RewardArguments
+from flow_factory.hparams import MultiRewardArguments, RewardArguments
 from flow_factory.rewards import RewardProcessor, load_reward_model
 from flow_factory.samples import T2ISample
 from PIL import Image
@@ -25,19 +26,31 @@ def processor(path: str, **settings: Any) -> RewardProcessor:
 
 
 def processor_of(**rewards: tuple[str, dict[str, Any]]) -> RewardProcessor:
+    return configured(
+        {
+            name: RewardArguments(
+                name=name, reward_model=path, dtype="float32", device="cpu", batch_size=2, extra_kwargs=settings
+            )
+            for name, (path, settings) in rewards.items()
+        }
+    )
+
+
+def configured(configs: dict[str, RewardArguments]) -> RewardProcessor:
     accelerator = Accelerator(cpu=True)
-    configs = {
-        name: RewardArguments(
-            name=name, reward_model=path, dtype="float32", device="cpu", batch_size=2, extra_kwargs=settings
-        )
-        for name, (path, settings) in rewards.items()
-    }
     models = {name: load_reward_model(config, accelerator) for name, config in configs.items()}
     return RewardProcessor(accelerator, models, configs, verbose=False)
 
 
 def samples(pictures: list[str]) -> list[T2ISample]:
     return [T2ISample(prompt=QUESTION, image=Image.open(picture).convert("RGB")) for picture in pictures]
+
+
+def of_guide(case: Case) -> dict[str, Any]:
+    configs = MultiRewardArguments.from_dict(yaml.safe_load(guide(case, "flow_factory_reward"))["rewards"])
+    rewards = configured({one.name: one for one in configs}).compute_rewards(samples(case.pictures))["people"]
+    rows = [drawn(picture, reward) for picture, reward in zip(case.pictures, rewards, strict=True)]
+    return ran("its configuration, loader and reward processor", rows)
 
 
 def equal(case: Case) -> list[dict[str, Any]]:
@@ -102,4 +115,4 @@ def of_many(case: Case) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main({"equal": equal, "broken": broken, "away": away, "ranks": ranks, "gdpo": of_many})
+    main({"guide": of_guide, "equal": equal, "broken": broken, "away": away, "ranks": ranks, "gdpo": of_many})

@@ -6,13 +6,28 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from breaks import BreaksOne
-from checks import QUESTION, RANKS, Case, gdpo, main, many_rewards, on_ranks, raised, scored
+from checks import (
+    GUIDES_QUESTION,
+    QUESTION,
+    RANKS,
+    Case,
+    gdpo,
+    guide,
+    main,
+    many_rewards,
+    on_ranks,
+    raised,
+    ran,
+    scored,
+)
 from datasets import Dataset
 from PIL import Image
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -20,6 +35,14 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from vlmrm.adapters.trl_reward import TRLReward, TRLRewardSet
 
 GROUP = 4
+QUICK = {
+    "max_completion_length": 6,
+    "report_to": "none",
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "log_completions": True,
+}
 
 
 def step(
@@ -38,15 +61,8 @@ def step(
         args=config(
             output_dir=tempfile.mkdtemp(dir=case.folder),
             per_device_train_batch_size=each,
-            num_generations=GROUP,
-            max_completion_length=6,
             max_steps=1,
-            report_to="none",
-            save_strategy="no",
-            use_cpu=True,
-            bf16=False,
-            log_completions=True,
-            **options,
+            **{"num_generations": GROUP, **QUICK, **options},
         ),
         reward_funcs=list(rewards),
         train_dataset=Dataset.from_list(data),
@@ -58,17 +74,37 @@ def step(
 def shown(case: Case, image: Any) -> str:
     """The file of a picture that TRL logged."""
     pixels = image.convert("RGB").tobytes()
-    [file] = [one for one in case.pictures if Image.open(one).convert("RGB").tobytes() == pixels]
+    files = [*case.pictures, *map(str, Path.cwd().glob("*.jpg"))]
+    [file] = [one for one in files if Image.open(one).convert("RGB").tobytes() == pixels]
     return file
 
 
-def rows_of(case: Case, logs: Any) -> list[dict[str, Any]]:
+def rows_of(case: Case, logs: Any, reward: str = "people", question: str = QUESTION) -> list[dict[str, Any]]:
     """The conversations and rewards that TRL logged."""
-    columns = (logs["images"], logs["completion"], logs["rewards"]["people"])
+    columns = (logs["images"], logs["completion"], logs["rewards"][reward])
     return [
-        scored(shown(case, images[0]), completion[0]["content"], value)
+        scored(shown(case, images[0]), completion[0]["content"], value, question)
         for images, completion, value in zip(*columns, strict=True)
     ]
+
+
+def of_guide(case: Case) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    with patch("trl.GRPOConfig", partial(GRPOConfig, max_steps=2, **QUICK)):
+        exec(guide(case, "GRPOTrainer("), names)
+    rows = rows_of(case, names["trainer"]._logs, question=GUIDES_QUESTION)
+    return ran("`TRLReward` of a checkpoint: 2 steps of GRPO", rows)
+
+
+def guide_set(case: Case) -> dict[str, Any]:
+    """As one function, and one by one; six tokens repeat nothing."""
+    names: dict[str, Any] = {}
+    exec(guide(case, "TRLRewardSet("), names)
+    rewards = names["rewards"]
+    how = {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": rewards.weights()}
+    rows = rows_of(case, step(case, [rewards], num_generations=8)._logs, "vlmrm")
+    rows += rows_of(case, step(case, rewards.each(), num_generations=8, **how)._logs)
+    return ran("`TRLRewardSet` of a service: a step of GRPO and one of GDPO", rows)
 
 
 def equal(case: Case) -> list[dict[str, Any]]:
@@ -142,6 +178,8 @@ def away(case: Case) -> str:
 
 
 CHECKS: dict[str, Callable[[Case], Any]] = {
+    "guide": of_guide,
+    "guide_set": guide_set,
     "equal": equal,
     "broken": broken,
     "away": away,

@@ -1,4 +1,4 @@
-"""verl: its reward loop on Ray with VlmrmRewardManager and many rewards, its worker with compute_score and a router.
+"""verl: the guide's overrides and data, in its reward loop on Ray or in one of the loop's workers, and a router.
 
 Nothing is generated. A process takes half a minute to import verl, so that few are begun.
 """
@@ -6,6 +6,8 @@ Nothing is generated. A process takes half a minute to import verl, so that few 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,17 @@ import torch
 import verl.trainer.config
 from checks import (
     ANSWERS,
-    MANY,
+    GUIDES_QUESTION,
     QUESTION,
     Case,
     asked,
     begin_ray,
     gdpo,
+    guide,
     main,
-    many_rewards,
     normalised,
     raised,
+    ran,
     scored,
 )
 from hydra import compose, initialize_config_module
@@ -33,20 +36,16 @@ from PIL import Image
 from verl import DataProto
 from verl.experimental.reward_loop import RewardLoopManager, RewardLoopWorker, migrate_legacy_reward_impl
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
-from verl.utils import hf_tokenizer
+from verl.utils import hf_processor, hf_tokenizer
+from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 
-MANAGER = (
-    "reward.reward_manager.source=importlib",
-    "reward.reward_manager.name=VlmrmRewardManager",
-    "reward.reward_manager.module.path=pkg://vlmrm.adapters.verl_manager",
-)
-FUNCTION = "reward.custom_reward_function.path=pkg://vlmrm.adapters.verl_reward"
-GIVEN = "+reward.custom_reward_function.reward_kwargs"
+SET = {"people": 1.0, "repeats": 0.5}  # the guide's rewards.yaml
 
 Rows = list[tuple[str, str]]
 
 
 def configured(case: Case, *settings: str) -> Any:
+    """verl's configuration with overrides as its command line takes them."""
     with initialize_config_module(version_base=None, config_module=verl.trainer.config.__name__):
         policy = f"actor_rollout_ref.model.path={case.policy}"
         config = compose("ppo_trainer", overrides=[policy, "reward.num_workers=2", *settings])
@@ -55,8 +54,8 @@ def configured(case: Case, *settings: str) -> Any:
 
 @cache
 def managers(case: Case) -> RewardLoopManager:
-    """Its reward loop of two workers, with our manager."""
-    return RewardLoopManager(configured(case, f"{GIVEN}.model={case.url}", *MANAGER))
+    """Its reward loop of two workers, with our manager by the guide's lines."""
+    return RewardLoopManager(configured(case, *guide(case, "VlmrmRewardManager").split()))
 
 
 def of_worker(rows: DataProto, config: Any, url: str | None = None) -> list[float]:
@@ -69,7 +68,35 @@ def of_worker(rows: DataProto, config: Any, url: str | None = None) -> list[floa
 
 
 def by_function(case: Case, url: str, rows: Rows) -> list[float]:
-    return of_worker(batch(case, rows), configured(case, f"{GIVEN}.model={url}", FUNCTION))
+    lines = guide(replace(case, url=url), "vlmrm.adapters.verl_reward").split()
+    return of_worker(batch(case, rows), configured(case, *lines))
+
+
+def guides_rows(case: Case) -> DataProto:
+    """The guide's row as verl's data set reads it, with two answers."""
+    exec(guide(case, "to_parquet"), {})
+    config = configured(case).data
+    rows = RLHFDataset("rows.parquet", hf_tokenizer(case.policy), config, hf_processor(case.policy))
+    data = batch(case, [("cat.jpg", answer) for answer in ANSWERS])
+    columns = collate_fn([rows[0]] * len(ANSWERS))
+    data.non_tensor_batch |= {name: column for name, column in columns.items() if isinstance(column, np.ndarray)}
+    return data
+
+
+def guides_rewards(rewards: Sequence[float]) -> list[dict[str, Any]]:
+    shown = str(Path("cat.jpg").resolve())
+    return [scored(shown, *row, GUIDES_QUESTION) for row in zip(ANSWERS, rewards, strict=True)]
+
+
+def of_guide(case: Case) -> dict[str, Any]:
+    lines = guide(case, "vlmrm.adapters.verl_reward").split()
+    rewards = of_worker(guides_rows(case), configured(case, *lines))
+    return ran("`compute_score` in its reward worker, of its data set", guides_rewards(rewards))
+
+
+def guide_manager(case: Case) -> dict[str, Any]:
+    rewards = guides_rows(case).union(managers(case).compute_rm_score(guides_rows(case))).batch["rm_scores"]
+    return ran("`VlmrmRewardManager` in its reward loop", guides_rewards(rewards.sum(dim=1).tolist()))
 
 
 def batch(case: Case, rows: Rows) -> DataProto:
@@ -145,28 +172,23 @@ def broken(case: Case) -> str:
 
 
 def of_many(case: Case) -> list[dict[str, Any]]:
-    """Several rewards by compute_rewards, on two workers, and GDPO's advantages.
-
-    verl's transformers are too old for a model in its processes: the reward asks the service.
-    """
+    """Several rewards by the guide's lines, on two workers, and GDPO's advantages; one answer repeats itself."""
     config = configured(
         case,
-        FUNCTION,
-        f"{GIVEN}.rewards={many_rewards(case, 'served.Served', case.url)}",
-        "reward.custom_reward_function.name=compute_rewards",
+        *guide(case, "compute_rewards").split(),
         "algorithm.adv_estimator=gdpo",
-        f"+algorithm.gdpo_reward_keys={list(MANY)}",
-        f"+algorithm.gdpo_reward_weights={list(MANY.values())}",
+        f"+algorithm.gdpo_reward_keys={list(SET)}",
+        f"+algorithm.gdpo_reward_weights={list(SET.values())}",
     )
     for worker in managers(case).reward_loop_workers:  # the others have their names
         ray.kill(worker)
-    rows = across(case)
+    rows = [(picture, answer + " It is red." * (answer == ANSWERS[0])) for picture, answer in across(case)]
     data = rewarded(case, rows, RewardLoopManager(config))
     found = advantages(data, "gdpo", config.algorithm)
-    columns = {name: data.non_tensor_batch[name].tolist() for name in MANY}
-    assert columns["brief"] == [float(len(answer) <= 12) for _, answer in rows], columns
+    columns = {name: data.non_tensor_batch[name].tolist() for name in SET}
+    assert np.allclose(columns["repeats"], [-0.25 * ("red" in answer) for _, answer in rows]), columns
     lengths = data.batch["attention_mask"][:, 3:].sum(dim=1)  # it whitens tokens
-    expected = gdpo(columns, [picture for picture, _ in rows], epsilon=1e-6, lengths=lengths)
+    expected = gdpo(columns, [picture for picture, _ in rows], epsilon=1e-6, lengths=lengths, weights=SET)
     assert np.allclose(found, expected, atol=1e-4), (found, expected)
     return [scored(*row, value) for row, value in zip(rows, columns["people"], strict=True)]
 
@@ -211,6 +233,8 @@ if __name__ == "__main__":
     begin_ray()
     main(
         {
+            "guide": of_guide,
+            "guide_manager": guide_manager,
             "equal": equal,
             "away": away,
             "equal_texts": equal_texts,

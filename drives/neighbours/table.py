@@ -18,16 +18,20 @@ from environments import FOLDER, ROOT
 PAGE = ROOT / "docs" / "rewards.md"
 NEIGHBOURS = ("<!-- neighbours: make neighbours -->\n", "<!-- end of the neighbours -->\n")
 REQUESTS = ("<!-- judges' requests: make neighbours -->\n", "<!-- end of the judges' requests -->\n")
-# The columns of both tables, each with the checks of drivers that belong to it.
+# The columns of the tables, each with the checks of drivers that belong to it.
 REWARDS = {
-    "`load_scorer`'s rewards": ("equal", "equal_texts", "blind"),
+    "`load_scorer`'s rewards": ("resolves", "equal", "equal_texts", "blind"),
     "a broken sample": ("broken",),
     "the service is away": ("away", "away_remote", "late"),
     "a group over two ranks": ("ranks", "ranks_broken"),
     "GDPO of two rewards": ("gdpo", "gdpo_broken"),
 }
+GUIDE = {
+    "the blocks of the guide, as they stand": ("resolves", "guide", "guide_set", "guide_manager"),
+    "seconds of all": ("seconds",),
+}
 FRAMES = {
-    "episodes in its format": ("written", "read", "video", "progress"),
+    "episodes in its format": ("resolves", "written", "read", "video", "progress"),
     "frames as its reward": ("actor",),
 }
 # The judges' programs, with the rewards that send the same requests.
@@ -58,16 +62,17 @@ def cell(checks: dict[str, Any], names: tuple[str, ...]) -> str:
         what = (
             check["what"].splitlines()[0].removeprefix("AssertionError: ").replace("|", "/") if check["what"] else ""
         )
-        verdict = "proved" if check["proved"] else "**not proved**"
-        said.append(f"{verdict}: {what}" if what else verdict)
-    return "; ".join(said) or "not driven"
+        said += [] if check["proved"] and not what else [what if check["proved"] else f"**not proved**: {what}"]
+    return "; ".join(said) or "–"
 
 
 def tables(results: dict[str, Any], written: str) -> str:
-    """Return the results as two tables, of rewards and of frames, in place of those that are `written`."""
+    """Return the results as tables of the guide, of rewards and of frames, in place of those that are `written`."""
     before = written.strip().split("\n\n")
     others = {name: one for name, one in results.items() if name != "judges"}
-    return "\n".join(table(others, *one) for one in zip(before, (REWARDS, FRAMES), strict=True))
+    for one in others.values():
+        one["checks"]["seconds"] = {"proved": True, "what": str(one["seconds"])}
+    return "\n".join(table(others, *one) for one in zip(before, (GUIDE, REWARDS, FRAMES), strict=True))
 
 
 def requests(results: dict[str, Any], written: str) -> str:
@@ -83,10 +88,10 @@ def requests(results: dict[str, Any], written: str) -> str:
 def table(results: dict[str, Any], written: str, columns: dict[str, tuple[str, ...]]) -> str:
     """Return a row each framework that has these checks; one that was not driven keeps its row of `written`."""
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in written.splitlines()}
-    lines = [["framework", "version", "driven on", "resolves", *columns], ["---"] * (4 + len(columns))]
-    shown = {name for names in columns.values() for name in names}
+    lines = [["framework", "version", "driven on", *columns], ["---"] * (3 + len(columns))]
+    shown = {name for names in columns.values() for name in names} - {"seconds", "resolves"}
     for one in results.values():
-        cells = [cell(one["checks"], names) for names in (("resolves",), *columns.values())]
+        cells = [cell(one["checks"], names) for names in columns.values()]
         if shown & one["checks"].keys() or not one["checks"]["resolves"]["proved"]:
             lines.append([one["title"], one["version"], one["date"], *cells])
     rows |= {line[0]: f"| {' | '.join(line)} |" for line in lines}
@@ -94,8 +99,8 @@ def table(results: dict[str, Any], written: str, columns: dict[str, tuple[str, .
 
 
 def lasting(text: str) -> str:
-    """Return the tables without what differs from run to run: dates, and how far off rewards are."""
-    return re.sub(r"\d{4}-\d\d-\d\d|\d+e[+-]\d+", "", text)
+    """Return the tables without what differs from run to run: dates, seconds, and how far off rewards are."""
+    return re.sub(r"\d{4}-\d\d-\d\d|\d+e[+-]\d+|(?<=\| )\d+(?= \|)", "", text)
 
 
 def main(arguments: list[str]) -> str | None:

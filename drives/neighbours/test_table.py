@@ -15,7 +15,7 @@ ROW = re.compile(r"^\| ([\w-]+) \| ([\w.]+) \| \d{4}-\d\d-\d\d \| ", re.M)
 def test_every_judge_s_program_has_its_row():
     page = (HERE.parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
     for program, reward in PROGRAMS.values():
-        assert re.search(rf"^\| {re.escape(program)} \| {re.escape(reward)} \| proved: ", page, re.M), program
+        assert re.search(rf"^\| {re.escape(program)} \| {re.escape(reward)} \| (?!\*\*not)", page, re.M), program
 
 
 def test_the_table_has_the_releases_that_are_driven():

@@ -214,10 +214,12 @@ def test_groups_of_one_text_and_other_images_are_kept_apart():
     assert TRLReward(Given(1.0, NAN, NAN, 5.0))([QUESTION] * 4, ANSWERS, image=IMAGES) == [1.0, 1.0, 5.0, 5.0]
 
 
-def test_trl_s_reward_may_end_the_run_instead():
+def test_a_missing_score_may_end_the_run_instead():
     reward = TRLReward(Given(-3.1, NAN), name="people", on_failure="raise")
     with pytest.raises(RewardError, match=r"reward people .*first sample 1: its score is nan"):
         reward(["a"] * 2, ANSWERS[:2])
+    with pytest.raises(RewardError, match=r"reward People .*first sample 1: its score is nan"):
+        swift_orm(1.0, NAN, policy="raise")(ANSWERS[:2], **swift_columns("a", "a"))
 
 
 def reward_set(model, num_generations: int = 2, **settings) -> TRLRewardSet:
@@ -296,14 +298,6 @@ def test_gdpo_of_trl_gets_each_reward_of_a_set():
     assert [function.__name__ for function in functions] == ["all", "some"] and rewards.weights() == [1.0, 10.0]
 
 
-def test_a_reward_that_a_whole_round_lacks_is_none_and_no_0():
-    rewards, answers = TRLRewardSet(BOTH, num_generations=2), ["?aaa", "?a"]
-    assert [one(["x"] * 2, answers) for one in rewards.each()] == [[4.0, 2.0], [None, None]]
-    assert rewards(["x"] * 2, answers) == [4.0, 2.0]
-    orms = [orm(args=None)(answers, **swift_columns("x", "x")) for orm in set_orms(BOTH).values()]
-    np.testing.assert_array_equal(orms, [[4.0, 2.0], [NAN, NAN]])
-
-
 def test_a_round_that_was_not_finished_gives_no_reward_to_the_next():
     shared, first, second = SharedSet(None), ["a"], ["a"]
     rounds = iter([{"one": np.zeros(1), "two": np.zeros(1)}, {"one": np.ones(1), "two": np.ones(1)}])
@@ -312,21 +306,6 @@ def test_a_round_that_was_not_finished_gives_no_reward_to_the_next():
 
 
 # ms-swift ------------------------------------------------------------------------------------------------------------
-
-
-SWIFT_COLUMNS = {
-    "messages": [
-        [{"role": "user", "content": "<image>" + QUESTION}, {"role": "assistant", "content": text}] for text in ANSWERS
-    ],
-    "images": [[{"bytes": png(colour), "path": None}] for colour in COLOURS],
-    "solution": ["x"] * 4,
-    "trainer_state": None,
-}
-
-
-def test_swift_s_orm_has_the_scorer_s_scores(tiny_reward_model, expected):
-    reward = type("People", (VlmrmORM,), {"model": tiny_reward_model, "options": LOAD})(args=None)
-    assert reward(ANSWERS, **SWIFT_COLUMNS) == near(expected)
 
 
 def swift_orm(*scores: float, policy: str = "mask", args=None) -> VlmrmORM:
@@ -343,19 +322,6 @@ def swift_columns(*prompts: str, **columns) -> dict:
     return {"messages": rows, "prompt_id": [""] * len(rows), "trainer_state": None, **columns}
 
 
-@pytest.mark.parametrize(
-    ("prompts", "scores", "rewards"),
-    [
-        ("xxxx", (-3.1, -2.9, NAN, -3.3), [-3.1, -2.9, -3.1, -3.3]),
-        ("xxyy", (1.0, 3.0, NAN, NAN), [1.0, 3.0, 2.0, 2.0]),
-    ],
-)
-def test_a_completion_that_cannot_be_scored_is_not_paid_by_ms_swift(prompts, scores, rewards, caplog):
-    """It takes None for 0, which pays among negative logits: the mean of the group, or of the batch, does not."""
-    assert swift_orm(*scores)(ANSWERS, **swift_columns(*prompts)) == pytest.approx(rewards)
-    assert "People" in caplog.text and "sample 2" in caplog.text and "its score is nan" in caplog.text
-
-
 def test_groups_of_ms_swift_are_of_one_prompt_and_one_image():
     """Its own `prompt_id` is of the text alone."""
     images = [[{"bytes": png(colour), "path": None}] for colour in COLOURS]
@@ -363,24 +329,10 @@ def test_groups_of_ms_swift_are_of_one_prompt_and_one_image():
     assert swift_orm(1.0, NAN, NAN, 5.0)(ANSWERS, **columns) == [1.0, 1.0, 5.0, 5.0]
 
 
-def test_where_no_mean_would_be_neutral_ms_swift_s_run_ends_with_the_sample_named():
-    with pytest.raises(RewardError, match=r"sample 0 has no reward, .*: reward People: its score is nan"):
-        swift_orm(NAN, NAN)(ANSWERS[:2], **swift_columns("a", "a"))
-    with pytest.raises(RewardError, match=r"reward People .*first sample 1: its score is nan"):
-        swift_orm(1.0, NAN, policy="raise")(ANSWERS[:2], **swift_columns("a", "a"))
-
-
 def test_ms_swift_gets_each_reward_of_a_set():
     answers = ["aaa", "a", "??", "aa"]
     rewards = {name: orm(args=None)(answers, **swift_columns(*["?"] * 4)) for name, orm in set_orms(BOTH).items()}
     assert rewards == {"all": [3.0, 1.0, 2.0, 2.0], "some": [3.0, 1.0, 2.0, 2.0]}
-
-
-def test_a_group_without_any_reward_of_a_set_ends_a_run_of_ms_swift():
-    [lone] = set_orms(BOTH[1]).values()
-    assert lone()(["a", "aaa", "?"], **swift_columns("x", "x", "y")) == [1.0, 3.0, 2.0], "the mean of the batch"
-    with pytest.raises(RewardError, match=r"sample 0 has no reward, .*: reward some: its reward is nan"):
-        lone()(["?", "?"], **swift_columns("x", "y"))
 
 
 class Shown(PointwiseRewardModel):

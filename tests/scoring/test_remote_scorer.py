@@ -198,7 +198,7 @@ def test_a_service_that_is_down_is_named():
         ((400, b'{"error": {"message": "too many items"}}'), RewardError, "answered 400: too many items"),
         ((200, b"<html>"), RewardError, "did not answer with JSON"),
         ((200, b'{"data": [null]}'), RewardError, "with something else"),
-        ((200, b'{"data": [{"index": 0, "raw": NaN}]}'), RewardError, "nan as the score"),
+        ((200, b'{"data": [{"index": 0, "raw": NaN}]}'), RowError, "its score is nan"),
         ((503, b"", {"Retry-After": "3600"}), RewardError, "answered 503"),
         (httpx.ReadTimeout("late"), RewardError, "did not answer in 600 s"),
     ],

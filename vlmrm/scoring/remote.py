@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-import math
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ from PIL import Image
 from vlmrm.conversation import Conversation, Message, Part, Reference, Text
 from vlmrm.conversation import Image as ImagePart
 from vlmrm.data.media import encoded_media, media_key, open_image, png_of
-from vlmrm.errors import ConfigError, RewardError, RowError
+from vlmrm.errors import ConfigError, RewardError, RowError, finite_or_error
 from vlmrm.formats.openai import read_conversation, write_messages
 from vlmrm.http import Server, error_text, read_json, retried, run
 from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, prefixes_of, regrouped
@@ -309,9 +308,9 @@ def _read_score(row: Mapping[str, Any]) -> float | RowError:
     raw, error = row.get("raw"), row.get("error")
     if isinstance(error, str):
         return RowError(error)
-    if isinstance(raw, bool) or not isinstance(raw, (int, float)) or not math.isfinite(raw):
+    if isinstance(raw, bool) or not isinstance(raw, (int, float)):
         raise RewardError(f"the service answered {raw!r} as the score of an item: is it a vlmrm service?")
-    return float(raw)
+    return finite_or_error(float(raw))
 
 
 class EncodedMedia:

@@ -45,9 +45,15 @@ def trainer(asked: dict[str, Any]) -> Answer:
         "reward_clip_max": 1000,
     }
     policy = {"type": "grpo", "use_remote_reward": True, "remote_reward": remote}
+    return dispatched(asked, {"train": {"train_policy": policy}})
+
+
+def dispatched(asked: dict[str, Any], config: dict[str, Any]) -> Answer:
+    """What its dispatcher makes of pictures by a configuration; the environment says where it asks."""
+    config["train"]["output_dir"] = ""
     RemoteRewardCalculator._instance = RemoteRewardCalculator()  # it is set up once in a process otherwise
     dispatcher = RewardDispatcher()
-    dispatcher.setup(Config.from_dict({"train": {"output_dir": "", "train_policy": policy}}), num_workers=0)
+    dispatcher.setup(Config.from_dict(config), num_workers=0)
     video = "vae" in asked
     if video:
         dispatcher.reward_calculator.tokenizer = SimpleNamespace(encode=lambda videos: encoded(asked["vae"], videos))

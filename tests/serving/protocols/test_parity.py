@@ -13,11 +13,12 @@ import httpx2 as httpx
 import pytest
 from PIL import Image
 
+from tests.adapters.frameworks import calls
 from tests.serving.protocols.flow_factory_client import FlowFactoryClient
 from tests.serving.services import served
 from vlmrm import cli, load_scorer
-from vlmrm.adapters.plain import Reward
 from vlmrm.adapters.trl_reward import TRLReward
+from vlmrm.data.media import png_of
 from vlmrm.errors import RowError
 from vlmrm.scoring import AsyncRemoteScorer, RemoteScorer
 
@@ -123,6 +124,60 @@ def test_every_route_scores_an_answer_alike(local, post, picture, route, body, p
     assert abs(expected[0] - expected[1]) > 1e-2
 
 
+TURNS = [
+    {"role": "system", "content": "Say one colour."},
+    {"role": "user", "content": f"<image>{QUESTION}"},
+    {"role": "assistant", "content": "Red."},
+    {"role": "user", "content": "<image>And this?"},
+]
+PICTURES = [PICTURE, PICTURE.rotate(180)]
+
+
+def in_parts(answer: str, *shown: dict) -> list[dict]:
+    """The turns and the answer, with a part for each `<image>`."""
+    left = iter(shown)
+    turns = [(turn["role"], turn["content"].split("<image>")) for turn in TURNS]
+    contents = [(role, [*([next(left)] if others else []), {"type": "text", "text": (text, *others)[-1]}])
+                for role, (text, *others) in turns]  # fmt: skip
+    return [{"role": role, "content": content} for role, content in [*contents, ("assistant", answer)]]
+
+
+def test_a_system_turn_and_three_turns_with_pictures_score_alike(tiny_reward_model, local, url, post, monkeypatch):
+    """By every adapter, in this process and by the service, and by every route that takes turns."""
+    pictures = [{"type": "image", "image": picture} for picture in PICTURES]
+    expected = pytest.approx(local.score([in_parts(answer, *pictures) for answer in ANSWERS]), abs=1e-6)
+    monkeypatch.setenv("VLMRM_TOKEN", TOKEN)
+    folder = {"dtype": "float32", "device": "cpu"}
+    for model, options in ((str(tiny_reward_model), folder), (url, {})):
+        rewards = {"name": "it", "reward_model": "vlm_reward", "model_path": model, **options}
+        for name, call in calls(model, rewards, options, monkeypatch).items():
+            assert list(call([TURNS] * 2, ANSWERS, [PICTURES] * 2)) == expected, name
+
+    uris = ["data:image/png;base64," + base64.b64encode(png_of(picture)).decode() for picture in PICTURES]
+    pads = f"<|vision_start|>{'<|image_pad|>' * 6}<|vision_end|>"
+    prompt = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in TURNS)
+    prompt = prompt.replace("<image>", pads) + "<|im_start|>assistant\n"
+    openai = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
+    whole = [
+        (
+            in_parts(a, *openai),
+            f"{prompt}{a}<|im_end|>\n",
+            {"messages": [*TURNS, {"role": "assistant", "content": a}], "images": uris},
+        )
+        for a in ANSWERS
+    ]
+    bodies = {
+        "/v1/rewards": (lambda chat, text, row: {"items": [{"messages": chat}]}, ("data", 0, "raw")),
+        "/classify": (lambda chat, text, row: {"messages": chat, "use_activation": False}, ("data", 0, "probs", 0)),
+        "/pooling": (lambda chat, text, row: {"messages": chat, "activation": False}, ("data", 0, "data", 0)),
+        "/get_reward": (lambda chat, text, row: {"query": [text], "labels": [{"images": uris}]}, ("rewards", 0)),
+        "/v1/score/evaluation": (lambda chat, text, row: {"messages": [json.dumps(row)]}, ("scores", 0)),
+        "/predict": (lambda chat, text, row: {"inputs": [[json.dumps(row)]], "raw_scores": True}, (0, 0, "score")),
+    }
+    for route, (body, path) in bodies.items():
+        assert [reduce(getitem, path, post(route, body(*one))) for one in whole] == expected, route
+
+
 def test_flow_factory_s_pictures_are_answers_to_their_prompts(local, url):
     conversations = [
         [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": [{"type": "image", "image": image}]}]
@@ -181,7 +236,6 @@ def test_the_prefixes_of_an_episode_have_the_scores_of_the_local_scorer(local, u
 def test_adapters_and_the_command_line_take_the_address(local, url, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("VLMRM_TOKEN", TOKEN)
     expected = pytest.approx(local.score([asked(answer, PICTURE) for answer in ANSWERS]), abs=1e-4)
-    assert Reward(url)([QUESTION] * 2, ANSWERS, [PICTURE] * 2) == expected
     narrow = Image.new("RGB", (3, 900))
     assert TRLReward(url)([QUESTION] * 3, [*ANSWERS, "x"], images=[PICTURE, PICTURE, narrow])[:2] == expected
     assert TRLReward(url)([QUESTION], ["x"], images=[narrow]) == [None]
