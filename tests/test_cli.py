@@ -30,7 +30,7 @@ assert not {HEAVY} & set(sys.modules), {HEAVY} & set(sys.modules)
     assert [verb for verb in (*verbs, "frames", "demo") if f" {verb} " not in done.stdout] == []
 
 
-def test_help_and_typos_of_the_verbs_with_many_keys_import_nothing_heavy():
+def test_help_and_typos_import_nothing_heavy():
     program = f"""
 import sys
 from vlmrm import cli
@@ -54,7 +54,7 @@ assert not {HEAVY} & set(sys.modules), {HEAVY} & set(sys.modules)
 
 
 @pytest.mark.parametrize("words", [["demo"], ["frames", "demo"], ["serve", "prepare", "--config", "service.toml"]])
-def test_ctrl_c_is_said_with_a_status_of_its_own(words, monkeypatch, capsys):
+def test_ctrl_c_ends_with_its_own_status(words, monkeypatch, capsys):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -67,7 +67,7 @@ def test_ctrl_c_is_said_with_a_status_of_its_own(words, monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_help_of_a_verb_shows_examples_of_its_own(capsys):
+def test_help_of_each_verb_shows_its_own_examples(capsys):
     def check(app, *words):
         own = {"train", "plan", "eval", "check-data"}  # whose help is of their keys
         for name in (it for it in app if not it.startswith("-") and (words or it not in own)):

@@ -83,13 +83,13 @@ def test_the_file_may_be_named_in_three_ways(tmp_path):
         ("head: mlp", "head", "mlp"),
     ],
 )
-def test_a_value_in_a_file_is_converted_as_on_the_command_line(read, line, key, value):
+def test_a_file_value_converts_like_the_command_line(read, line, key, value):
     result = getattr(read(line), key)
     assert result == value and type(result) in (type(value), str)
 
 
 @pytest.mark.parametrize("words", [["--limit", "null"], ["--limit=null"]])
-def test_null_on_the_command_line_is_no_value_even_where_the_file_has_one(read, words):
+def test_null_on_the_command_line_overrides_the_file(read, words):
     keys = read("limit: 3", *words, "--name", "null")
     assert keys.limit is None and keys.name == "null", "a name may be so"
 
@@ -112,7 +112,7 @@ def test_null_on_the_command_line_is_no_value_even_where_the_file_has_one(read, 
         ("deepspeed: zero9.json", "deepspeed is 'zero9.json'"),
     ],
 )
-def test_a_bad_line_is_refused_with_its_file_and_key(read, line, expected):
+def test_a_bad_line_names_its_file_and_key(read, line, expected):
     message = refusal(read, line)
     assert expected in message and "config.yaml" in message
 
@@ -145,7 +145,7 @@ def test_env_sets_environment_variables(read, monkeypatch):
     assert os.environ["VLMRM_TEST_VARIABLE"] == "3"
 
 
-def test_deepspeed_files_are_found_here_beside_the_configuration_and_above_it(tmp_path, monkeypatch):
+def test_deepspeed_files_are_found_near_the_configuration(tmp_path, monkeypatch):
     configs, elsewhere = tmp_path / "repository" / "training_configs", tmp_path / "elsewhere"
     configs.mkdir(parents=True), elsewhere.mkdir()
     config = configs / "c.yaml"

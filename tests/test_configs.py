@@ -88,7 +88,7 @@ def test_deepspeed_takes_its_auto_values_from_the_configuration(name, stage):
 
 
 @pytest.mark.parametrize(("word", "name"), [("bf16", "bfloat16"), ("fp32", "float32"), ("float16", "float16")])
-def test_a_type_of_weights_has_the_same_words_everywhere(tmp_path, word, name):
+def test_a_dtype_has_equal_words_everywhere(tmp_path, word, name):
     config = tmp_path / "config.yaml"
     config.write_text(f"dtype: {word}")
     [model] = parse([ModelArguments], [str(config)], "train_rm.py")
@@ -127,7 +127,7 @@ def test_the_declared_keys_are_those_of_the_classes():
         *(["nope.yaml"], ["bad.yaml"], ["deepspeed.yaml"], ["--config"]),
     ],
 )
-def test_a_mistake_is_said_from_the_declaration_as_by_the_classes(words, tmp_path, monkeypatch):
+def test_declaration_and_classes_report_mistakes_alike(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("bad.yaml").write_text("learning_rate: fast\n")
     Path("deepspeed.yaml").write_text("deepspeed: zero9.json\n")
@@ -146,7 +146,7 @@ def test_every_configuration_passes_the_check_of_words():
         read_words("eval", [str(CONFIGS / f"{name}.yaml"), "--group_by", "a", "b"])
 
 
-def test_the_guide_s_tables_of_metrics_are_those_that_are_declared():
+def test_metric_tables_in_the_guide_match_declarations():
     reference = runpy.run_path(str(REFERENCE))
     guide = reference["GUIDE"].read_text(encoding="utf-8")
     assert guide == reference["with_tables"](guide), "run python docs/reference.py"

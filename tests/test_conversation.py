@@ -64,7 +64,7 @@ def test_nonsense_is_refused_when_it_is_made(make, error, sentence):
 
 @pytest.mark.parametrize("value", [0, -1, True, "2", math.nan, math.inf, [1]])
 @pytest.mark.parametrize("name", [option.name for option in dataclasses.fields(VideoOptions)])
-def test_an_option_of_a_video_is_a_number_above_zero(name, value):
+def test_a_video_option_is_a_number_above_zero(name, value):
     if (name, value) == ("video_start", 0) and value is not False:
         assert VideoOptions(video_start=0).as_dict() == {"video_start": 0}
         return
@@ -80,7 +80,7 @@ def test_an_option_of_a_video_is_a_number_above_zero(name, value):
         ({"max_pixels": 50000}, "50000, below its min_pixels of 100352"),
     ],
 )
-def test_options_of_a_video_that_contradict_each_other_are_refused(options, sentence):
+def test_contradictory_video_options_are_refused(options, sentence):
     with pytest.raises(MediaError, match=re.escape(sentence)):
         VideoOptions(**options)
     size = {"resized_height": 56, "resized_width": 56}  # which is then its size, whatever the limits
@@ -106,7 +106,7 @@ def test_several_judgements_make_the_pairs_of_each():
     assert turned.ratings == (2.0, 3.0, 1.0)
 
 
-def test_the_judgement_of_several_raters_is_their_weighted_mean():
+def test_several_raters_are_judged_by_their_weighted_mean():
     first, second = Judgement((0, 1), (1.0, 0.0), weight=2.0), Judgement((1, 0), (1.0, 0.0), weight=1.0)
     several = Comparison("r", (ASKED,), TWO, (first, second))
     assert several.ratings == pytest.approx((2 / 3, 1 / 3)) and several.judgement.weight == 3.0
@@ -122,7 +122,7 @@ def test_answers_that_nobody_compares_are_no_pair():
     assert chain.agreed() == chain.pairs() == [(0, 1, False), (1, 2, False)]
 
 
-def test_a_comparison_without_judgements_is_there_to_be_scored():
+def test_a_comparison_without_judgements_can_be_scored():
     comparison = Comparison("r", (ASKED,), TWO)
     assert comparison.pairs() == [] and comparison.is_pair()
     assert [talk.answer.text for talk in comparison.conversations()] == ["This.", "That."]

@@ -74,7 +74,7 @@ def conversations_of(rows) -> list:
 
 
 @pytest.mark.parametrize(("budget", "most"), [(None, 25), (250, 8), (1, 1)])
-def test_scores_are_in_order_and_their_own_under_any_budget(engine, renderer, rows, budget, most):
+def test_scores_keep_order_and_value_under_any_budget(engine, renderer, rows, budget, most):
     conversations = conversations_of(rows)
     expected = [score_of(renderer.render(conversation)) for conversation in conversations]
     assert len(set(expected)) >= len(expected) - 1  # pictures of one size are one to this model
@@ -95,7 +95,7 @@ def test_logits_have_a_gradient_and_scores_need_none(engine, renderer, rows):
     assert gradient.item() == score_of(rendered[3])
 
 
-def test_an_item_that_cannot_be_rendered_gets_its_error_and_stops_nothing(engine, renderer, rows):
+def test_an_unrenderable_item_gets_its_error_alone(engine, renderer, rows):
     def render(conversation, cache):
         if conversation is None:
             raise MediaError("a.png does not exist")
@@ -109,7 +109,7 @@ def test_an_item_that_cannot_be_rendered_gets_its_error_and_stops_nothing(engine
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("budget", [None, 60])
-def test_every_row_has_the_scores_of_its_branches_or_its_error(engine, renderer, rows, budget, workers):
+def test_every_row_has_branch_scores_or_its_error(engine, renderer, rows, budget, workers):
     rows = [{**row, "sampled": True} for row in rows]
     rows[2]["comparison"] = RowError("no answers", "nobody")
     options = {"max_tokens_per_batch": budget, "bad_rows": "skip", "interventions": ALONE}
@@ -129,7 +129,7 @@ def test_every_row_has_the_scores_of_its_branches_or_its_error(engine, renderer,
         list(engine(**{**options, "bad_rows": "error"}).rows(rows, batch_size=4, num_workers=workers))
 
 
-def test_a_score_that_is_no_number_is_named_once_and_by_one_sentence_everywhere(engine, renderer, rows, tmp_path):
+def test_a_nonfinite_score_has_one_sentence_everywhere(engine, renderer, rows, tmp_path):
     conversations = conversations_of(rows)
     bad = score_of(renderer.render(rows[1]["comparison"].conversations()[1]))
     work = engine([bad], max_tokens_per_batch=100)
@@ -150,7 +150,7 @@ def test_a_score_that_is_no_number_is_named_once_and_by_one_sentence_everywhere(
         evaluate(work, load_comparisons([str(tmp_path / "a/pairs.jsonl")], arguments=DataArguments()), batch_size=2)
 
 
-def test_an_intervention_s_score_that_is_no_number_is_named(engine, renderer, rows):
+def test_a_nonfinite_intervention_score_is_named(engine, renderer, rows):
     rows = [{**row, "sampled": True} for row in rows]
     changed = response_only(rows[0]["comparison"]).conversations()[0]
     work = engine([score_of(renderer.render(changed))], interventions=ALONE)

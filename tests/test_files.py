@@ -26,7 +26,7 @@ def run(target, *args) -> int | None:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_kill_before_the_file_is_in_its_place_leaves_the_old_one(tmp_path, durable):
+def test_a_kill_before_replacing_leaves_the_old_file(tmp_path, durable):
     path = tmp_path / "results.json"
     write_json(path, {"old": True})
 
@@ -42,7 +42,7 @@ def test_a_kill_before_the_file_is_in_its_place_leaves_the_old_one(tmp_path, dur
     assert json.loads(path.read_text()) == {"new": True}
 
 
-def test_a_disk_that_is_full_is_a_sentence_and_leaves_nothing(tmp_path):
+def test_a_full_disk_is_one_sentence_leaving_nothing(tmp_path):
     path = tmp_path / "results.csv"
     write_file(path, "old")
     answers = FORK.SimpleQueue()
@@ -61,7 +61,7 @@ def test_a_disk_that_is_full_is_a_sentence_and_leaves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_of_many_writers_at_once_the_file_is_one_s_alone(tmp_path, exclusive):
+def test_concurrent_writers_leave_the_file_of_one(tmp_path, exclusive):
     path, sizes = tmp_path / "scores", {str(n) * 10**5 for n in range(8)}
     start = FORK.Barrier(len(sizes))
 
@@ -96,7 +96,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_place_where_nothing_can_be_written_is_named(tmp_path):
+def test_an_unwritable_place_is_named(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     for path in (tmp_path / "file" / "below", tmp_path / "folder"):
@@ -106,7 +106,7 @@ def test_a_place_where_nothing_can_be_written_is_named(tmp_path):
         make_folder(tmp_path / "file")
 
 
-def test_a_second_writer_is_refused_until_the_first_is_dead(tmp_path):
+def test_a_second_writer_is_refused_while_one_lives(tmp_path):
     lock, holding = tmp_path / "out" / "run.lock", FORK.Event()
 
     def hold():

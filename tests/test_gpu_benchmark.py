@@ -23,7 +23,7 @@ def part_of(folder: Path, **options) -> Run:
                | {"results": Results.read(folder, tiny=True)})  # fmt: skip
 
 
-def test_a_wrong_kernel_fails_the_verb_and_the_other_parts_run(tmp_path, monkeypatch, capsys):
+def test_a_wrong_kernel_fails_while_other_parts_run(tmp_path, monkeypatch, capsys):
     """The planted fault: windows are left out of the plain kernel."""
     right = ours.per_segment
     monkeypatch.setattr(ours, "per_segment", lambda *args: right(*args[:6], None))
@@ -61,7 +61,7 @@ def varlen_of_torch_2_11(*states, scale, window_size):
 
 @pytest.mark.parametrize("function", [documented_varlen, varlen_of_torch_2_11])
 @pytest.mark.parametrize("case", [kernels.PLAIN[1], kernels.WINDOWS[0]], ids=lambda case: case.name)
-def test_the_call_of_the_variable_length_kernel_is_that_of_the_reference(case, function, monkeypatch, tmp_path):
+def test_the_variable_length_kernel_call_matches_the_reference(case, function, monkeypatch, tmp_path):
     monkeypatch.setattr(vlmrm_kernels, "varlen_attn", function)
     monkeypatch.setattr(kernels, "for_cuda_alone", lambda run, name: None)
     small = replace(case, heads=4, width=16)
@@ -69,7 +69,7 @@ def test_the_call_of_the_variable_length_kernel_is_that_of_the_reference(case, f
     assert line["holds"] and line["measured"] > 0
 
 
-def test_the_attention_of_towers_is_that_of_the_reference(tmp_path):
+def test_tower_attention_matches_the_reference(tmp_path):
     small = kernels.Case(heads=2, key_heads=2, width=16)
     [line] = kernels.tower_equality(part_of(tmp_path), "tower", vlmrm_kernels.TORCH, small)
     assert line["holds"] and line["measured"] > 0

@@ -33,7 +33,7 @@ def test_a_retry_after_that_says_nothing_is_none(header):
         (RewardError("no such model"), 3600.0, 1),
     ],
 )
-def test_a_request_is_retried_after_retry_after_within_the_caller_s_patience(error, seconds, tries):
+def test_a_request_is_retried_within_the_caller_patience(error, seconds, tries):
     asked = []
 
     async def send(left: float) -> None:

@@ -126,7 +126,7 @@ def test_the_core_imports_with_its_own_packages_alone():
     assert imported(light, packages_of(PROJECT["dependencies"])) == ({}, [])
 
 
-def test_where_torch_is_installed_the_core_leaves_it_alone():
+def test_the_core_leaves_installed_torch_alone():
     heavy = ("torch", "transformers", "trl", "accelerate", "datasets", "pandas", "torchvision", "scipy", "matplotlib")
     light = [name for name in modules_of(*CORE.split()) if not re.fullmatch(HEAVY, name)]
     everything = set(metadata.packages_distributions())
@@ -228,7 +228,7 @@ def run(*command: str | Path, folder: Path) -> str:
 # What an extra lacks is said ---------------------------------------------------------------------------------------
 
 
-def test_a_missing_package_is_one_sentence_with_the_command(monkeypatch):
+def test_a_missing_package_names_its_install_command(monkeypatch):
     monkeypatch.setattr(libraries, "install_command", lambda extra: f"install {extra}")
     with pytest.raises(ConfigError, match=r"^training needs torch: install train\.$"), needs("train", "training"):
         raise ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
@@ -259,7 +259,7 @@ def test_a_built_in_reward_asks_for_its_extra(name, extra, monkeypatch):
         ("metadata.EntryPoint('frames', 'gone:app', 'vlmrm.commands')", r"vlmrm frames cannot be used.* 'gone'\."),
     ],
 )
-def test_a_verb_that_is_not_installed_or_broken_is_one_sentence(entries, sentence):
+def test_a_missing_or_broken_verb_is_one_sentence(entries, sentence):
     chosen = f"[{entries}][:group == 'vlmrm.commands']"
     program = f"from importlib import metadata; metadata.entry_points = lambda group: {chosen}\n"
     command = [sys.executable, "-c", f"{program}from vlmrm.cli import main; main()", "frames", "demo"]
@@ -278,7 +278,7 @@ def test_a_verb_that_is_not_installed_or_broken_is_one_sentence(entries, sentenc
         (["frames", "demo"], "frames"),
     ],
 )
-def test_each_verb_without_its_extra_says_so_in_one_line(words, extra, tmp_path):
+def test_each_verb_names_its_missing_extra(words, extra, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')
     (tmp_path / "config.yaml").write_text("{}")
     (tmp_path / "vlmrm_core.py").write_text(BLOCKED % sorted(packages_of(PROJECT["dependencies"])))
@@ -322,7 +322,7 @@ def test_the_command_is_that_of_the_installation(origin, command, monkeypatch):
 # The development environment --------------------------------------------------------------------------------------
 
 
-def test_the_pins_are_names_and_versions_and_within_the_bounds():
+def test_pins_are_names_and_versions_within_bounds():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     assert not [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!]+", line)]
     pinned = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}

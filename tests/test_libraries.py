@@ -48,7 +48,7 @@ def relied_on() -> dict[str, set[str]]:
         ("vlmrm.serving.server", HttpToolsProtocol, "on_headers_complete", "uvicorn"),
     ],
 )
-def test_a_name_that_is_gone_is_one_sentence_at_import(monkeypatch, user, owner, name, library):
+def test_a_vanished_library_name_is_one_sentence(monkeypatch, user, owner, name, library):
     importlib.import_module(user)
     monkeypatch.delitem(sys.modules, user)
     monkeypatch.delattr(owner, name)

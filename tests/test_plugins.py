@@ -101,7 +101,7 @@ def test_an_evaluation_uses_what_a_plugin_adds(mine, tmp_path):
     assert row["sure"] == 0.75 and row["empty_answers_accuracy"] == 0.5 and row["preference_accuracy"] == 1
 
 
-def test_a_configuration_names_plugins_beside_itself_for_this_process_and_its_children(mine, tmp_path, monkeypatch):
+def test_a_configuration_names_plugins_for_process_and_children(mine, tmp_path, monkeypatch):
     (tmp_path / "mine.yaml").write_text("plugin: mine.py\nmodel_dirs: m\ninterventions: empty_answers")
     monkeypatch.chdir("/")
     [arguments] = parse([EvaluationArguments], str(tmp_path / "mine.yaml"), "eval")
@@ -133,7 +133,7 @@ def test_an_installed_package_names_its_plugins(mine, monkeypatch):
         ("", [], "--plugin needs a file or a module"),
     ],
 )
-def test_a_broken_plugin_is_one_sentence_with_its_line(mine, tmp_path, text, words, message):
+def test_a_broken_plugin_is_named_with_its_line(mine, tmp_path, text, words, message):
     (tmp_path / "bad.py").write_text(text)
     with pytest.raises(ConfigError, match=message):
         without_plugins(["train", "--plugin", *words])

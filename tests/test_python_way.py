@@ -33,7 +33,7 @@ def pictures(count: int) -> Dataset:
     return Dataset.from_list([{**row, "images": [Image.open(file.parent / row["images"][0])]} for row in rows])
 
 
-def test_trl_s_quick_start_trains_with_only_the_import_changed(folder, tiny_checkpoint, monkeypatch):
+def test_the_trl_quick_start_trains_after_changing_imports(folder, tiny_checkpoint, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     dataset = Dataset.from_list(
         [{"prompt": f"Two plus {i}?", "chosen": str(2 + i), "rejected": str(3 + i)} for i in range(3)]
@@ -46,7 +46,7 @@ def test_trl_s_quick_start_trains_with_only_the_import_changed(folder, tiny_chec
     assert Path(f"{tiny_checkpoint.name}-Reward/final/COMPLETE.json").exists()
 
 
-def test_objects_functions_and_the_command_train_bit_for_bit_the_same(folder, tiny_checkpoint):
+def test_objects_functions_and_command_train_bit_identically(folder, tiny_checkpoint):
     dataset = pictures(6)
     trainer = RewardTrainer(
         model=tiny_checkpoint,
@@ -75,7 +75,7 @@ def test_objects_functions_and_the_command_train_bit_for_bit_the_same(folder, ti
     assert load_scorer("copy").score_groups([("Two?", ["2", "3"])])
 
 
-def test_a_selection_is_what_is_trained_on_and_lora_has_the_keys_of_peft(folder, tiny_checkpoint):
+def test_trainers_take_selections_and_peft_lora_keys(folder, tiny_checkpoint):
     from peft import LoraConfig
 
     dataset = pictures(6).select([5, 3])
@@ -103,13 +103,13 @@ def test_a_selection_is_what_is_trained_on_and_lora_has_the_keys_of_peft(folder,
         ({"args": {"learning_rate": 1}}, "args is a dict"),
     ],
 )
-def test_what_cannot_be_trained_on_is_said_in_one_sentence(folder, tiny_checkpoint, change, sentence):
+def test_unusable_training_input_is_one_sentence(folder, tiny_checkpoint, change, sentence):
     rows = Dataset.from_dict({"prompt": ["?"], "chosen": ["a"], "rejected": ["b"]})
     with pytest.raises((ConfigError, DataError), match=sentence):
         RewardTrainer(**{"model": tiny_checkpoint, "train_dataset": rows, **change})
 
 
-def test_a_configuration_is_made_without_a_warning_and_a_text_is_no_number(folder, recwarn):
+def test_configurations_warn_of_nothing_and_refuse_textual_numbers(folder, recwarn):
     config = RewardConfig(output_dir="out", bf16=False)
     assert config.gradient_checkpointing and not [it for it in recwarn if issubclass(it.category, FutureWarning)]
     for key in ("learning_rate", "max_pixels", "num_train_epochs", "lora_r"):
@@ -117,7 +117,7 @@ def test_a_configuration_is_made_without_a_warning_and_a_text_is_no_number(folde
             RewardConfig(output_dir="out", bf16=False, **{key: "high"})
 
 
-def test_paths_of_a_data_set_in_memory_start_from_image_root(folder, tiny_checkpoint):
+def test_in_memory_data_resolves_paths_from_image_root(folder, tiny_checkpoint):
     file = colour_pairs(Path("data"), 4)
     keys = {"model": tiny_checkpoint, "train_dataset": Dataset.from_json(str(file))}
     with pytest.raises(DataError, match="does not exist: check the path, or name its folder as image_root"):
@@ -125,7 +125,7 @@ def test_paths_of_a_data_set_in_memory_start_from_image_root(folder, tiny_checkp
     RewardTrainer(**keys, args=RewardConfig(output_dir="b", bf16=False, image_root="data"))
 
 
-def test_a_mistyped_key_names_its_neighbour_and_importing_imports_nothing_heavy(folder):
+def test_mistyped_keys_name_neighbours_and_imports_stay_light(folder):
     with pytest.raises(ConfigError, match="unknown key 'learning_rte': did you mean learning_rate"):
         train(learning_rte=1)
     with pytest.raises(ConfigError, match=r"c\.yaml: unknown key 'x'"):

@@ -283,7 +283,7 @@ def test_every_program_runs(page, reader, tiny_checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("page", [page for page in pages_with("python") if page in NOT_RUN])
-def test_every_program_that_is_not_run_imports_what_there_is(page):
+def test_every_unrun_program_imports_existing_names(page):
     for text in blocks(page, "python"):
         lines = [node for node in ast.parse(text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
         exec(compile(ast.Module(lines, []), page, "exec"), {})
@@ -333,7 +333,7 @@ def test_the_way_leads_to_a_model_that_scores(page, reader, tiny_checkpoint, cap
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_and_every_file_that_is_put_in_exists(page):
+def test_every_link_and_included_file_exists(page):
     text = (ROOT / page).read_text()
     for target in re.findall(r"\]\((?!https?:)([^)#]*)(?:#[^)]*)?\)", text):
         assert ((ROOT / page).parent / target).exists(), target
@@ -352,7 +352,7 @@ def test_every_file_and_module_that_is_named_exists(page):
         assert pydoc.locate(name) is not None or entry_points(group=name), name
 
 
-def test_every_name_in_contributing_is_one_of_the_code():
+def test_every_name_in_contributing_exists_in_code():
     text = re.sub(r"```.*?```", "", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
     files = [path for folder in ("vlmrm", "tests", "docs", "drives") for path in (ROOT / folder).rglob("*.py")]
     known = {word for path in files for word in re.findall(r"\w+", path.read_text())} | {path.name for path in files}
@@ -366,7 +366,7 @@ def test_the_tree_of_files_is_up_to_date():
     assert tree["page"]() == tree["PAGE"].read_text(), "run python docs/tree.py"
 
 
-def test_every_quoted_error_is_one_of_the_program_s():
+def test_every_quoted_error_is_in_the_program():
     source = re.sub(r'"\s*f?"', "", "\n".join(sources()))  # as Python joins the parts of a string
     table = (ROOT / "docs/troubleshooting.md").read_text().partition("| sentence |")[2]
     quoted = re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)
@@ -387,7 +387,7 @@ def example(name: str, *arguments: str) -> str:
     return done.stdout
 
 
-def test_score_prints_every_answer_with_the_scorer_s_number(reader):
+def test_the_score_example_prints_scores_of_the_scorer(reader):
     content = [{"type": "image", "image": "cat.jpg"}, {"type": "text", "text": "What is this?"}]
     [expected] = load_scorer("outputs/best").score_groups(
         [([{"role": "user", "content": content}], ["A cat.", "No."])]
@@ -397,7 +397,7 @@ def test_score_prints_every_answer_with_the_scorer_s_number(reader):
     assert [float(line.split()[0]) for line in lines] == pytest.approx(expected, abs=1e-4)
 
 
-def test_best_of_n_keeps_each_row_and_names_its_highest(reader):
+def test_best_of_n_keeps_rows_and_names_highest(reader):
     rows = [
         {"id": 7, "prompt": "What is this?", "images": ["cat.jpg"], "responses": ["A cat.", "A dog.", "Nothing."]},
         {"prompt": "Two plus two?", "responses": ["4", "5"]},

@@ -38,7 +38,7 @@ def written(tmp_path):
         ("a.toml", 'rate = 3e-4\nname = "no"\n[block]\nsize = 2'),
     ],
 )
-def test_a_word_means_the_same_in_every_kind_of_file(written, name, text):
+def test_a_word_means_the_same_in_every_file(written, name, text):
     assert load_file(written(name, text)) == {"rate": 3e-4, "name": "no", "block": {"size": 2}}
 
 

@@ -49,7 +49,7 @@ def machine(**installed: str) -> dict:
     return {"python": "3.12.3", "platforms": [LINUX], "environment": environment, "installed": names, "requires": {}}
 
 
-def test_what_a_machine_lacks_is_packed_in_pieces_and_imported_there(index, tmp_path, monkeypatch):
+def test_missing_wheels_are_packed_in_pieces_and_imported(index, tmp_path, monkeypatch):
     own = wheel(
         tmp_path, "vlmrm", requires=["aa>=2", "vlmrm[local]; extra == 'train'", "big>=1; extra == 'local'",
                                      "kept>=2; extra == 'local'", "unused; extra == 'docs'"],
@@ -87,7 +87,7 @@ def test_what_a_machine_lacks_is_packed_in_pieces_and_imported_there(index, tmp_
     assert sorted(Path(word).name for word in words if word.endswith(".whl")) == sorted(index_of)
 
 
-def test_pieces_become_the_files_that_they_were_and_damage_is_found(tmp_path):
+def test_pieces_become_the_original_files_or_show_damage(tmp_path):
     made = [wheel(tmp_path, "first", content="# " + "y" * 3000), wheel(tmp_path, "second", content="VALUE = 3")]
     assert cut(made, tmp_path / "wheels", 1200) > 1
     site = tmp_path / "site"
@@ -105,7 +105,7 @@ def test_pieces_become_the_files_that_they_were_and_damage_is_found(tmp_path):
         install([tmp_path / "wheels"], site)
 
 
-def test_a_folder_with_anything_else_in_it_is_left_alone(tmp_path):
+def test_a_folder_with_other_content_is_left_alone(tmp_path):
     cut([wheel(tmp_path, "first")], tmp_path / "wheels", 10**6)
     (notes := tmp_path / "home" / "notes.txt").parent.mkdir()
     notes.write_text("mine")

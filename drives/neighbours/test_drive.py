@@ -50,7 +50,7 @@ def runs(number: str) -> bool:
         return False
 
 
-def test_a_driver_that_ends_early_leaves_what_it_proved_and_no_process(tmp_path, monkeypatch):
+def test_an_early_ending_driver_leaves_proofs_without_processes(tmp_path, monkeypatch):
     checks = driven(tmp_path, monkeypatch, DRIVER)
     assert checks["first"] == {"proved": True, "what": "done"}
     for name in ("second", "third"):
@@ -58,6 +58,6 @@ def test_a_driver_that_ends_early_leaves_what_it_proved_and_no_process(tmp_path,
     assert not runs((tmp_path / "beside").read_text())
 
 
-def test_a_driver_that_hangs_is_ended_and_said_to_be(tmp_path, monkeypatch):
+def test_a_hanging_driver_is_ended_and_reported(tmp_path, monkeypatch):
     checks = driven(tmp_path, monkeypatch, "import time; time.sleep(600)", limit=1)
     assert checks == {"equal": {"proved": False, "ended": True, "what": "its driver was ended after 1 s"}}

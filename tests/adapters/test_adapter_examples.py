@@ -63,7 +63,7 @@ class Recorder(TRLReward):
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
-def test_in_trl_s_trainers_images_are_scored_and_rewards_logged(tmp_path, tiny_checkpoint, tiny_reward_model, name):
+def test_trl_trainers_score_images_and_log_rewards(tmp_path, tiny_checkpoint, tiny_reward_model, name):
     example, load = import_file(EXAMPLES / "trl_grpo.py", "trl_grpo"), {"device": "cpu", "dtype": "float32"}
     short = {"per_device_train_batch_size": 4, "num_generations": 2, "max_steps": 2, "save_strategy": "no"}
     quiet = {"logging_steps": 1, "report_to": "none", "disable_tqdm": True}

@@ -90,7 +90,7 @@ BLIND = {
 
 
 @pytest.mark.parametrize("adapter", BLIND)
-def test_a_prompt_that_lost_its_picture_has_no_score(adapter):
+def test_a_prompt_missing_its_picture_has_no_score(adapter):
     with pytest.raises(BaseException, match=r"its prompt says <(image|video)> and the row has no (image|video)"):
         BLIND[adapter](Given())
 
@@ -100,7 +100,7 @@ def test_an_answer_may_hold_a_placeholder():
     assert Reward(Given(1.0))(["\n\nHuman: Which?\n\nAssistant: <image>.\n\nHuman: Why?"], ["So."]) == [1.0]
 
 
-def test_columns_that_show_other_media_than_the_prompt_are_refused():
+def test_columns_contradicting_the_prompt_media_are_refused():
     shown = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "?"}]}]
     assert read_answer(shown, "So.", images=["a.png"]) == read_answer(shown, "So.")
     assert [it.kind for it in read_answer(shown, "So.", videos=["v.mp4"]).messages[0].media] == ["video", "image"]
@@ -128,14 +128,14 @@ def test_a_plain_callable_has_the_scorer_s_scores(tiny_reward_model, expected):
     ],
     ids=["in prompts", "places in prompts", "columns alone"],
 )
-def test_trl_gets_images_from_the_prompt_else_from_columns(tiny_reward_model, expected, columns):
+def test_trl_takes_prompt_images_else_column_images(tiny_reward_model, expected, columns):
     reward = TRLReward(tiny_reward_model, name="people", **LOAD)
     given = {"completions": [answered(text) for text in ANSWERS], "completion_ids": [[1]] * 4, "trainer_state": None}
     assert reward(**columns, **given, solution=["x"] * 4) == near(expected)
     assert reward.__name__ == "people"
 
 
-def test_trl_leaves_out_what_cannot_be_scored_and_says_why(tiny_reward_model, expected, caplog):
+def test_trl_skips_unscorable_samples_and_says_why(tiny_reward_model, expected, caplog):
     """Here each is of another prompt, so that there is no mean of its group to give it."""
     cut = Pillow.open(io.BytesIO(noise_png()[:-2000]))  # read by Pillow on use
     logged = {}
@@ -208,7 +208,7 @@ def two_ranks(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
 
 
-def test_groups_of_one_text_and_other_images_are_kept_apart():
+def test_groups_with_equal_text_stay_apart_by_image():
     prompts = [asked(IMAGES[0]), asked(IMAGES[1]), asked(IMAGES[2]), asked(IMAGES[3])]  # red, red, green, green
     assert TRLReward(Given(1.0, NAN, NAN, 5.0))(prompts, ANSWERS) == [1.0, 1.0, 5.0, 5.0]
     assert TRLReward(Given(1.0, NAN, NAN, 5.0))([QUESTION] * 4, ANSWERS, image=IMAGES) == [1.0, 1.0, 5.0, 5.0]
@@ -227,7 +227,7 @@ def reward_set(model, num_generations: int = 2, **settings) -> TRLRewardSet:
     return TRLRewardSet({"name": "people", "reward_model": "vlm_reward", **common, **settings}, num_generations)
 
 
-def test_trl_gets_the_weighted_sum_of_a_reward_set(tiny_reward_model, expected):
+def test_trl_gets_the_weighted_sum_of_rewards(tiny_reward_model, expected):
     logged = {}
     reward = reward_set(tiny_reward_model, weight=2.0)
     scores = reward([asked(i) for i in IMAGES], ANSWERS, image=IMAGES, log_metric=logged.__setitem__, log_extra=print)
@@ -235,7 +235,7 @@ def test_trl_gets_the_weighted_sum_of_a_reward_set(tiny_reward_model, expected):
     assert logged["rm/people/mean"] == pytest.approx(np.mean(expected), abs=1e-4)
 
 
-def test_groups_of_a_reward_set_are_trl_s_blocks(tiny_reward_model, expected):
+def test_reward_set_groups_are_the_blocks_of_trl(tiny_reward_model, expected):
     group = reward_set(tiny_reward_model, reward_model="vlm_reward_group", transform="rank")
     scores = group([asked(image) for image in IMAGES], ANSWERS, image=IMAGES)
     assert scores == [0.5 * (expected[i] > expected[i ^ 1]) for i in range(4)]
@@ -264,7 +264,7 @@ BOTH = [
 WEIGHTED = [{**BOTH[0], "weight": 1.0}, {**BOTH[1], "weight": 10.0}]
 
 
-def test_a_masked_reward_among_others_is_the_mean_of_its_group():
+def test_a_masked_reward_becomes_its_group_mean():
     """As `RewardSet.advantages` has it; the other rewards of the sample count as they are."""
     rewards = TRLRewardSet(WEIGHTED, num_generations=4)
     answers = ["aaa", "a", "??", "aa", *("?????", "??", "???", "????")]
@@ -274,14 +274,14 @@ def test_a_masked_reward_among_others_is_the_mean_of_its_group():
 
 
 @pytest.mark.parametrize(("policy", "filled"), [({"on_failure": "mask"}, 3.0), (NINE, -9.0)])
-def test_a_row_without_its_image_fails_by_the_reward_s_policy(policy, filled, caplog):
+def test_a_row_without_image_follows_the_failure_policy(policy, filled, caplog):
     config = {"name": "shown", "reward_model": f"{__name__}.Shown", **policy}
     prompts = [asked(IMAGES[0]), asked(), asked(IMAGES[0]), asked(IMAGES[0])]
     assert TRLRewardSet(config, 4)(prompts, ["a", "aa", "aaa", "aaaaa"]) == [1.0, filled, 3.0, 5.0]
     assert "failed for 1 samples, first sample 1: " in caplog.text
 
 
-def test_gdpo_of_trl_gets_each_reward_of_a_set():
+def test_gdpo_in_trl_gets_each_reward_separately():
     """By TRL's own arithmetic they are the set's own GDPO, also where one of a sample's rewards is masked."""
     prompts, answers = ["x"] * 4 + ["y"] * 4, ["aaa", "a", "??", "aa", "aaaaa", "aa", "aaa", "a?"]
     rewards = TRLRewardSet(WEIGHTED, num_generations=4)
@@ -298,7 +298,7 @@ def test_gdpo_of_trl_gets_each_reward_of_a_set():
     assert [function.__name__ for function in functions] == ["all", "some"] and rewards.weights() == [1.0, 10.0]
 
 
-def test_a_round_that_was_not_finished_gives_no_reward_to_the_next():
+def test_an_unfinished_round_leaks_no_rewards():
     shared, first, second = SharedSet(None), ["a"], ["a"]
     rounds = iter([{"one": np.zeros(1), "two": np.zeros(1)}, {"one": np.ones(1), "two": np.ones(1)}])
     assert shared.take("one", first, lambda: next(rounds)) == 0.0
@@ -322,7 +322,7 @@ def swift_columns(*prompts: str, **columns) -> dict:
     return {"messages": rows, "prompt_id": [""] * len(rows), "trainer_state": None, **columns}
 
 
-def test_groups_of_ms_swift_are_of_one_prompt_and_one_image():
+def test_ms_swift_groups_share_prompt_and_image():
     """Its own `prompt_id` is of the text alone."""
     images = [[{"bytes": png(colour), "path": None}] for colour in COLOURS]
     columns = swift_columns(*["<image>" + QUESTION] * 4, images=images) | {"prompt_id": ["prompt_0"] * 4}
@@ -367,7 +367,7 @@ def test_verl_omni_s_pictures_are_answers(tiny_reward_model, extra):
 
 
 @pytest.mark.parametrize("order", [(3, 0, 1, 2), (0, 1, 2, 3)])
-def test_verl_omni_s_videos_are_read_in_either_order(order):
+def test_verl_omni_videos_are_read_in_either_order(order):
     frames, seen = np.arange(4 * 32 * 48 * 3, dtype=np.uint8).reshape(4, 32, 48, 3), []
 
     class Seen:
@@ -401,19 +401,19 @@ def verl_set(config, answer: str) -> dict[str, float]:
     return asyncio.run(compute_rewards("x", answer, rewards=config, extra_info={"prompt": "Which?", "index": 17}))
 
 
-def test_verl_s_gdpo_gets_each_reward_of_a_set():
+def test_gdpo_in_verl_gets_each_reward_separately():
     assert verl_set(WEIGHTED, "bbb") == {"score": 33.0, "all": 3.0, "some": 3.0}
     held_out = [WEIGHTED[0], {**WEIGHTED[1], "weight": 0.0}]
     assert np.isnan(verl_set(held_out, "a?")["some"]), "held out, it may be missing"
 
 
 @pytest.mark.parametrize("changed", [{}, {"weight": 0.0, "on_failure": "raise"}])
-def test_a_reward_that_is_missing_ends_verl_s_run(changed):
+def test_a_missing_reward_ends_the_verl_run(changed):
     with pytest.raises(RewardError, match=r"sample 17 of x: reward some: its reward is nan"):
         verl_set([WEIGHTED[0], {**WEIGHTED[1], **changed}], "a?")
 
 
-def test_samples_that_verl_asks_for_at_once_fail_alone():
+def test_concurrent_verl_samples_fail_alone():
     Sizes.calls.clear()
     config = [{"name": "sizes", "reward_model": f"{__name__}.Sizes", "batch_size": 32}]
 
@@ -470,7 +470,7 @@ def test_verl_s_reward_manager(manage, expected):
     assert results[0]["reward_extra_info"] == {"raw_score": results[0]["reward_score"]}
 
 
-def test_a_row_without_its_image_ends_the_run_of_verl_s_manager(manage):
+def test_verl_managers_end_at_a_row_without_image(manage):
     with pytest.raises(RewardError, match=r"sample 17 of x: .*asks for more images"):
         manage((asked(), "Red", {"index": 17}))
 
@@ -572,7 +572,7 @@ def flow_factory_rewards(model, samples: list[Sample], group_on_same_rank: bool)
 
 
 @pytest.mark.parametrize("group_on_same_rank", [True, False])
-def test_flow_factory_s_edits_are_scored_with_their_source_wherever_they_lie(tiny_reward_model, group_on_same_rank):
+def test_flow_factory_edits_are_scored_with_their_source(tiny_reward_model, group_on_same_rank):
     settings = {"gathered_fields": ["condition_images"]}
     reward = GroupwiseReward(arguments(tiny_reward_model, **settings), SimpleNamespace(device="cpu"))
     edits = [Sample(prompt="Make it red", image=image, condition_images=[IMAGES[3]]) for image in IMAGES[1:3]]
@@ -605,7 +605,7 @@ def test_flow_factory_s_policy_is_used(tiny_reward_model, caplog):
     assert "reward people: sample 1: " in line and "2 of 3 samples" in line
 
 
-def test_where_flow_factory_is_installed_its_bases_are_used(tiny_reward_model, tmp_path, monkeypatch):
+def test_installed_flow_factory_supplies_the_base_classes(tiny_reward_model, tmp_path, monkeypatch):
     (tmp_path / "flow_factory").mkdir()
     (tmp_path / "flow_factory" / "__init__.py").touch()
     (tmp_path / "flow_factory" / "rewards.py").write_text(
@@ -638,7 +638,7 @@ def made_reward_set(model, **options) -> TRLRewardSet:
 
 
 @pytest.mark.parametrize("adapter", [TRLReward, made_reward_set])
-def test_adapters_are_pickled_without_their_model_and_work_elsewhere(tiny_reward_model, expected, adapter):
+def test_adapters_are_pickled_without_model_and_work_elsewhere(tiny_reward_model, expected, adapter):
     used = adapter(tiny_reward_model, **LOAD)
     used([QUESTION] * 4, ANSWERS, image=IMAGES)
     pickled = pickle.dumps(used)

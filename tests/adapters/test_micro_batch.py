@@ -31,7 +31,7 @@ def lengths():
     return Lengths()
 
 
-def test_what_comes_during_a_batch_is_the_next_one(lengths):
+def test_samples_arriving_during_a_batch_form_the_next(lengths):
     batcher = MicroBatcher(lengths, wait=0.0)
     first = batcher.submit("a")
     assert lengths.began.wait(60)

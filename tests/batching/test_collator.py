@@ -56,7 +56,7 @@ def answer_texts(processor, batch) -> list[str]:
     return [text.split("assistant\n")[-1].strip() for text in texts]
 
 
-def test_pairs_point_at_the_better_and_the_worse_answer(processor):
+def test_pairs_point_at_better_and_worse_answers(processor):
     ranked = comparison("k", {"worst": 0, "best": 2, "middle": 1}, "red")
     batch = collator(processor)(rows(comparison("p", {"yes": 1, "no": 0}), ranked))
     texts, pairs = answer_texts(processor, batch), only_part(batch)["pairs"]
@@ -88,7 +88,7 @@ def test_a_tie_has_no_margin(processor):
     assert only_part(batch)["pairs"]["margin"].tolist() == [0.0]
 
 
-def test_padding_is_masked_and_images_follow_the_rows_that_show_them(processor):
+def test_padding_is_masked_and_images_follow_their_rows(processor):
     batch = collator(processor)(
         rows(comparison("a", {"y": 1, "a much longer answer": 0}, "red"), comparison("b", {"1": 1, "2": 0}))
     )
@@ -118,7 +118,7 @@ def test_an_overlong_answer_is_trimmed_and_stays_in(processor):
     assert "differ only past max_seq_length" in dropped[0][1].reason
 
 
-def test_a_bad_image_stops_the_run_or_is_skipped_by_name(processor, tmp_path):
+def test_a_bad_image_stops_or_is_skipped(processor, tmp_path):
     (tmp_path / "empty.jpg").touch()
     good = comparison("bad", {"x": 1, "y": 0})
     bad = replace(good, prompt=[Message.of("user", Image(str(tmp_path / "empty.jpg")), "What?")])
@@ -130,7 +130,7 @@ def test_a_bad_image_stops_the_run_or_is_skipped_by_name(processor, tmp_path):
     assert isinstance(error, MediaError) and error.row_id == "bad"
 
 
-def test_a_batch_of_only_bad_rows_still_makes_a_step(processor):
+def test_a_batch_of_only_bad_rows_still_steps(processor):
     batch = collator(processor, bad_rows="skip")(rows(RowError("no answers", "r1")))
     assert only_inputs(batch)["input_ids"].shape[0] == 1
     assert only_part(batch)["pairs"]["chosen"].shape == (0,)
@@ -158,7 +158,7 @@ def test_a_tie_sets_both_answers_under_another_prompt(processor):
     assert texts == ["r", "s", "r", "s"]
 
 
-def test_without_another_prompt_in_the_batch_the_data_set_gives_one(processor):
+def test_a_lone_prompt_gets_irrelevant_queries_from_data(processor):
     red, blue = comparison("red", {"r": 1, "s": 0}, "red"), comparison("blue", {"b": 1, "c": 0}, "blue")
     queries = IrrelevantQueries(1, 0, [{"comparison": red}, {"comparison": blue}])
     for _ in range(3):
@@ -186,7 +186,7 @@ def test_donors_are_chosen_by_seed_epoch_and_row():
     assert any(queries.donors(pool[0], pool, epoch) != queries.donors(pool[0], pool, 0) for epoch in range(1, 5))
 
 
-def test_a_token_budget_splits_the_batch_and_keeps_every_pair(processor):
+def test_a_token_budget_splits_batches_keeping_every_pair(processor):
     comparisons = [comparison(str(i), {"y": 1, "n": 0}, colour) for i, colour in enumerate(("red", "green", "blue"))]
     queries = IrrelevantQueries(1, seed=0)
     unsplit = collator(processor, irrelevant=queries)(rows(*comparisons))
@@ -198,7 +198,7 @@ def test_a_token_budget_splits_the_batch_and_keeps_every_pair(processor):
     assert split.empty_part()["pairs"]["chosen"].shape == (0,)
 
 
-def test_padded_parts_hold_every_unit_once_within_the_budget():
+def test_padded_parts_hold_each_unit_once_within_budget():
     lengths = [5, 100, 7, 7, 30, 1, 64]
     units = [[Rendered([0] * length, [0] * length)] for length in lengths]
     for budget in (1, 64, 128, 10**4):

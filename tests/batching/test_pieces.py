@@ -38,7 +38,7 @@ items = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 
 
 
 @given(items, st.integers(1, 40))
-def test_the_cheapest_of_all_divisions_within_the_budget_is_chosen(made, budget):
+def test_the_cheapest_division_within_the_budget_is_chosen(made, budget):
     lengths = [length for length, _, _ in made]
     shared = [0, *(min(common, a, b) for (_, common, _), a, b in zip(made[1:], lengths, lengths[1:], strict=False))]
     media = [{str(key): 5} if key else {} for _, _, key in made]
@@ -56,13 +56,13 @@ def test_the_cheapest_of_all_divisions_within_the_budget_is_chosen(made, budget)
     assert (sum(map(cost, chosen)), len(chosen)) == least
 
 
-def test_what_a_run_really_comes_to_is_kept_within_the_budget():
+def test_the_real_size_of_runs_respects_the_budget():
     """A batch may repeat a prefix that saves little: its row is then longer than what its conversations differ in."""
     costs = shared_costs([10] * 6, [0] * 6, [{}] * 6)
     assert [len(run) for run in cheapest_runs(6, costs, 30, lambda run: 11 * len(run))] == [2, 2, 2]
 
 
-def test_prompts_stay_whole_where_another_cut_would_repeat_one():
+def test_prompts_stay_whole_where_cutting_would_repeat_one():
     """Two prompts of 100 tokens with four answers of 10: a budget of 190 is filled by neither."""
     lengths = [110] * 8
     shared = [0, 100, 100, 100, 0, 100, 100, 100]
@@ -141,7 +141,7 @@ def padded_step(models, rendered, pairs):
 
 @pytest.mark.parametrize("kind", ["shared", "reference"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_in_pieces_scores_and_gradients_are_those_of_one_padded_batch(models, rendered, name, kind):
+def test_pieces_give_scores_and_gradients_of_one_batch(models, rendered, name, kind):
     conversations, (model, batcher) = rendered[name], models[kind]
     size, largest = batcher.size(conversations), max(batcher.size([item]) for item in conversations)
     with rounding_nowhere():
@@ -159,7 +159,7 @@ def test_in_pieces_scores_and_gradients_are_those_of_one_padded_batch(models, re
             assert in_pieces[2] == pytest.approx(loss, rel=1e-12)
 
 
-def test_the_second_forward_draws_the_dropout_of_the_first():
+def test_the_second_forward_repeats_the_dropout():
     layer, dropout = torch.nn.Linear(4, 1), torch.nn.Dropout(0.5)
     part: dict = {"inputs": [{"x": torch.randn(3, 4)}, {"x": torch.randn(2, 4)}], "order": torch.arange(5)}
     part["pairs"] = {"weight": torch.ones(2)}
@@ -192,9 +192,7 @@ def many_answers(count: int) -> Comparison:
 
 
 @pytest.mark.parametrize("kind", ["shared", "reference"])
-def test_a_comparison_is_scored_in_pieces_as_it_is_in_one_and_the_log_says_so_once(
-    models, tiny_checkpoint, kind, caplog, monkeypatch
-):
+def test_pieces_score_like_the_whole_and_log_once(models, tiny_checkpoint, kind, caplog, monkeypatch):
     model, batcher = models[kind]
     budget = 70 if kind == "shared" else 320
     monkeypatch.setattr("vlmrm.batching.pieces._logged", set())

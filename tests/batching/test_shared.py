@@ -177,7 +177,7 @@ def test_with_a_frozen_vision_tower(checkpoints):
     assert not any("visual" in name for name in results[1][1])
 
 
-def test_in_bfloat16_the_error_is_of_the_same_order(checkpoints):
+def test_bfloat16_errors_of_shared_batches_match_the_reference(checkpoints):
     folder, case = checkpoints["qwen2_5_vl"], CASES["irrelevant branches"]
     exact = both(folder, case)[0][0]
     reference, shared = (scores for scores, _ in both(folder, case, dtype=torch.bfloat16))
@@ -192,14 +192,14 @@ def rendered_of(checkpoints, conversations):
     return batcher_for(model, processor, "shared"), rendered
 
 
-def test_each_image_and_each_shared_token_is_there_once(checkpoints):
+def test_each_image_and_shared_token_occurs_once(checkpoints):
     batcher, rendered = rendered_of(checkpoints, CASES["irrelevant branches"])
     inputs = batcher(rendered)
     assert len(inputs["media"]["image"]["tensors"]["image_grid_thw"]) == 2
     assert inputs["input_ids"].shape[1] < sum(map(len, rendered)) / 2
 
 
-def test_parts_stay_under_the_budget_and_count_what_is_shared_once(checkpoints):
+def test_parts_within_budget_count_shared_tokens_once(checkpoints):
     batcher, rendered = rendered_of(checkpoints, CASES["irrelevant branches"])
     units = [[rendered[i], rendered[i + 1]] for i in (0, 2, 4)]
     sizes = [size_of(batcher(unit)) for unit in units]
@@ -210,14 +210,14 @@ def test_parts_stay_under_the_budget_and_count_what_is_shared_once(checkpoints):
     assert sorted(batcher.split(units, 10**6)[0]) == [0, 1, 2]
 
 
-def test_an_image_of_one_part_costs_again_in_the_next():
+def test_an_image_costs_again_in_another_part():
     batcher = SharedBatcher(path_positions, [], {9}, False)
     units = [[rendered_with(word, name)] for word, name in ((1, "A"), (2, "B"), (3, "A"))]
     assert batcher.size(units[0]) == 4 + 5
     assert batcher.split(units, 9 + 4) == [[0], [1], [2]]
 
 
-def test_a_prompt_that_ends_inside_an_image_is_not_kept():
+def test_a_prefix_ending_inside_an_image_is_dropped():
     batcher = SharedBatcher(path_positions, [], {9}, False)
     ends = range(1, 6)
     kept = [batcher.prefix(replace(rendered_with(1, "A", 2, 3), prompt=end)) is not None for end in ends]
@@ -237,7 +237,7 @@ def test_equal_answers_are_computed_once(checkpoints):
     assert len(set(ends)) == 4
 
 
-def test_a_batch_is_the_same_wherever_its_images_lie(checkpoints, tmp_path):
+def test_a_batch_ignores_where_its_images_lie(checkpoints, tmp_path):
     """Down to the order of its segments, which decides the last bits of sums."""
     batches = []
     for name in "abcdef":
@@ -271,7 +271,7 @@ def rendered_with(*items) -> Rendered:
         (False, [1, "A", "A", 2], 1),  # a run of six, of which three are no prefix
     ],
 )
-def test_images_are_the_same_where_all_that_they_see_is(images_see_all, other, shared):
+def test_images_are_shared_where_their_context_is_equal(images_see_all, other, shared):
     batcher, numbers = SharedBatcher(path_positions, [], {9}, images_see_all), {}
     first, second = (batcher.identities(rendered_with(*items), numbers) for items in ([1, "A", 2, "B", 3], other))
     assert common_prefix(first, second) == shared
@@ -311,6 +311,6 @@ def attend(**keywords):
     "keywords",
     [{"sliding_window": 5}, {"is_causal": False}, {"cu_seq_lens_q": torch.tensor([0, 3])}, {"of_tomorrow": 1}],
 )
-def test_attention_refuses_by_name_what_it_does_not_compute(keywords):
+def test_attention_refuses_unsupported_keywords_by_name(keywords):
     with pytest.raises(ConfigError, match=f"does not compute {next(iter(keywords))}"):
         attend(**keywords)

@@ -34,7 +34,7 @@ def test_a_clean_file_is_described(tmp_path):
     assert "median 206, 95 % up to 291, max 300" in text
 
 
-def test_wrong_rows_are_all_counted_and_the_first_named(tmp_path):
+def test_wrong_rows_are_counted_and_the_first_named(tmp_path):
     rows = [row("fine"), row("narrow", "narrow.png"), row("gone", "gone.png"), row("same", chosen="bad")]
     rows += [row(f"again {i}", "narrow.png") for i in range(30)]
     report = check_data(DataArguments(dataset_path=write(tmp_path, rows)))

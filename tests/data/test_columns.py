@@ -56,7 +56,7 @@ def test_renamed_columns_read_like_the_canonical_ones(streaming, bad_rows, tmp_p
         ["config.yaml"],
     ],
 )
-def test_columns_are_given_as_words_as_json_and_as_a_mapping(words, tmp_path, monkeypatch):
+def test_columns_come_as_words_or_json_or_yaml(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text("columns:\n" + "".join(f"  {ours}: {it}\n" for ours, it in COLUMNS.items()))
     [arguments] = parse([DataArguments], words, "test")
@@ -83,7 +83,7 @@ def test_a_mapping_that_cannot_be_meant_is_refused(columns, message):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_column_that_is_not_there_or_there_twice_is_named(streaming, tmp_path):
+def test_an_absent_or_duplicate_column_is_named(streaming, tmp_path):
     path = write(tmp_path / "rows.jsonl", ROW)
     with pytest.raises(DataError, match=r"images=pictur.*rows\.jsonl has no column `pictur`: did you mean picture"):
         load(path, streaming=streaming, columns={**COLUMNS, "images": "pictur"})
@@ -96,7 +96,7 @@ def test_a_column_that_is_not_there_or_there_twice_is_named(streaming, tmp_path)
     assert text_of(row.answers[0]) == "A dog."
 
 
-def test_the_mapping_of_a_column_that_is_not_read_is_shown(tmp_path):
+def test_an_unread_column_shows_its_mapping(tmp_path):
     path = write(tmp_path / "rows.jsonl", {"question": "?", "photo": "a.png", "chosen": "A", "rejected": "B"})
     with pytest.raises(DataError, match=r"`photo` holds an image .* --columns images=photo"):
         load(path)
@@ -120,7 +120,7 @@ def test_a_column_is_ignored_by_its_name(streaming, tmp_path):
     assert same == row
 
 
-def test_the_image_folder_of_a_hub_is_read_without_a_mapping(tmp_path):
+def test_hub_image_folders_are_read_without_mapping(tmp_path):
     text = {"prompt": "What is this?", "chosen": "A cat.", "rejected": "A dog."}
     drawn = {"prompt": "a cat", "chosen_image_file_name": "a.png", "rejected_image_file_name": "b.png"}
     for number, (row, images) in enumerate(

@@ -180,7 +180,7 @@ def test_a_mistake_costs_one_sentence_and_no_file(words, message, here, capsys):
     assert {path: path.read_bytes() for path in here.iterdir() if path.is_file()} == before
 
 
-def test_a_split_is_that_of_eval_fraction_but_for_images_that_look_alike(here, capsys):
+def test_a_split_equals_eval_fraction_except_lookalike_images(here, capsys):
     rows = [{**PAIR, "prompt": f"q{number % 30}", "margin": number / 10} for number in range(60)]
     path = write("rows.jsonl", rows)
     run("split", path, "--output", "parts", "--fraction", "0.3", "--seed", "4")

@@ -77,7 +77,7 @@ def meaning(comparison: Comparison, folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("file", CORPUS, ids=lambda file: file.stem)
-def test_a_layout_is_read_as_it_was_meant_or_refused(file, tmp_path):
+def test_a_layout_is_read_as_meant_or_refused(file, tmp_path):
     rows = rows_of(file)
     table = tmp_path / "rows.jsonl"
     table.write_text("".join(json.dumps(line["row"]) + "\n" for line in rows))
@@ -111,7 +111,7 @@ def errors_of(table: Path) -> list[DataError | None]:
         return [error]
 
 
-def test_the_canonical_row_of_every_layout_means_the_same():
+def test_canonical_rows_mean_the_same_for_every_layout():
     for file in CORPUS:
         for line in rows_of(file):
             if "canonical" in line:
@@ -248,7 +248,7 @@ def test_embedded_images_under_another_name_are_named(tmp_path):
         read_row({**ASKED, "photograph": Image.new("RGB", (30, 30))}, "r", lambda reference: reference)
 
 
-def test_a_row_that_differs_from_the_first_ones_is_a_bad_row(tmp_path):
+def test_a_row_unlike_the_first_is_bad(tmp_path):
     file = tmp_path / "rows.jsonl"
     rows = [{**ASKED, "query": None}] * 30 + [{**PAIR, "query": "What is this?"}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

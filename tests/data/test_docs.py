@@ -20,7 +20,7 @@ def samples() -> list[dict]:
     return [row for row in rows if "role" not in row]
 
 
-def test_every_sample_is_read_and_every_layout_has_one():
+def test_samples_are_read_and_cover_every_layout():
     rows = samples()
     for row in rows:
         assert len(read_row(row, "docs", lambda reference: reference).answers) >= 2

@@ -20,14 +20,14 @@ def table(tmp_path) -> Path:
     return path
 
 
-def test_labels_that_are_flipped_in_the_middle_of_a_file_are_seen(table):
+def test_labels_flipped_inside_a_file_are_seen(table):
     before, status = data_fingerprint([str(table)]), table.stat()
     table.write_bytes(table.read_bytes().replace(b"chosen", b"nesohc"))
     assert table.stat().st_size == status.st_size
     assert data_fingerprint([str(table)]) != before
 
 
-def test_a_copy_is_the_same_data_and_a_file_more_is_not(table, tmp_path):
+def test_a_fingerprint_survives_moving_but_sees_added_files(table, tmp_path):
     before = data_fingerprint([str(table.parent)])
     table.parent.rename(tmp_path / "elsewhere")
     assert data_fingerprint([str(tmp_path / "elsewhere")]) == before

@@ -97,7 +97,7 @@ def test_every_kind_has_the_same_rows(name, streaming, tmp_path, caplog):
     assert ("are separated by" in caplog.text) == (name in ("rows.csv", "bars.csv"))
 
 
-def test_compressed_files_in_a_folder_keep_their_media_and_lines(tmp_path):
+def test_compressed_files_keep_their_media_and_line_numbers(tmp_path):
     (tmp_path / "a.png").write_bytes(png())
     shown = json.dumps({**ROWS[0], "image": "a.png"}).encode()
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(shown + b"\n{broken\n"))
@@ -112,7 +112,7 @@ def test_compressed_files_in_a_folder_keep_their_media_and_lines(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_the_files_of_one_name_in_an_archive_are_a_row(streaming, tmp_path):
+def test_archive_files_of_one_name_form_one_row(streaming, tmp_path):
     text = json.dumps({"chosen": "A cat.", "rejected": "A dog."}).encode()
     drawn = {"1.prompt.txt": b"a cat", "1.chosen_image.png": png(), "1.rejected_image.png": png("blue")}
     archives = {
@@ -127,7 +127,7 @@ def test_the_files_of_one_name_in_an_archive_are_a_row(streaming, tmp_path):
     assert [references(answer) for answer in row.answers] == [[png()], [png("blue")]]
 
 
-def test_an_archive_that_cannot_be_read_as_rows_is_named(tmp_path):
+def test_an_archive_without_readable_rows_is_named(tmp_path):
     faults = {
         "json.tar": ({"1.json": b"{"}, r"json\.tar: 1\.json is not valid json"),
         "list.tar": ({"1.json": b"[]"}, r"list\.tar: 1\.json holds no object"),
@@ -143,7 +143,7 @@ def test_an_archive_that_cannot_be_read_as_rows_is_named(tmp_path):
         load(tmp_path / "torn.tar")
 
 
-def test_an_excel_file_is_read_or_asks_for_its_package(tmp_path, monkeypatch, caplog):
+def test_an_excel_file_is_read_or_needs_openpyxl(tmp_path, monkeypatch, caplog):
     with pd.ExcelWriter(tmp_path / "rows.xlsx") as file:
         rows = [*ROWS, {"prompt": 4, "chosen": 2, "rejected": "3"}]
         pd.DataFrame(rows).to_excel(file, sheet_name="pairs", index=False)
@@ -166,7 +166,7 @@ def test_the_kinds_are_listed_for_an_unknown_one(tmp_path):
             load(tmp_path / name)
 
 
-def test_a_hub_image_column_of_an_arrow_file_stays_encoded(tmp_path):
+def test_a_hub_image_column_in_arrow_stays_encoded(tmp_path):
     features = datasets.Features({**dict.fromkeys(ROWS[0], datasets.Value("string")), "image": datasets.Image()})
     features["margin"] = datasets.Value("float64")
     table = datasets.Dataset.from_list([{**ROWS[0], "image": {"bytes": png(), "path": None}}], features=features)
@@ -182,7 +182,7 @@ def test_a_url_is_refused_by_name():
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_base64_without_a_header_is_an_image_of_a_row(streaming, tmp_path):
+def test_base64_without_a_header_is_an_image(streaming, tmp_path):
     row = {**ROWS[0], "images": [base64.encodebytes(png()).decode()], "image": "a.png"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     [comparison] = load(tmp_path / "rows.jsonl", streaming)

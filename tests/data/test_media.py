@@ -28,7 +28,7 @@ def picture() -> Image.Image:
     return Image.fromarray(rng.integers(0, 256, (40, 60, 3), dtype=np.uint8))
 
 
-def test_every_kind_of_reference_opens_to_the_same_pixels(picture, tmp_path):
+def test_every_kind_of_reference_opens_to_equal_pixels(picture, tmp_path):
     data = encode(picture)
     path = tmp_path / "a picture.png"
     path.write_bytes(data)
@@ -104,7 +104,7 @@ def test_keys_are_equal_for_equal_content_only(picture, tmp_path, monkeypatch):
     assert media_key(["a.png", "b.png"]) != media_key(["b.png", "a.png"])
 
 
-def test_paths_are_rewritten_joined_and_kept_inside_the_root(tmp_path):
+def test_paths_are_rewritten_and_kept_inside_the_root(tmp_path):
     root = tmp_path / "root"
     root.mkdir()
     (root / "link").symlink_to(tmp_path)
@@ -179,7 +179,7 @@ def test_a_bad_video_is_named(make, clip, tmp_path):
     ],
 )
 @pytest.mark.parametrize("count", [1, 5])
-def test_a_video_resized_frame_by_frame_equals_the_library_s(count, options):
+def test_resizing_videos_by_frame_equals_the_library(count, options):
     noise = np.random.default_rng(0).integers(0, 255, (count, 400, 600, 3), dtype=np.uint8)
     frames = [Image.fromarray(frame) for frame in noise]
     expected, described = vision_process.fetch_video({"video": frames, **options}, return_video_metadata=True)
@@ -195,12 +195,12 @@ def test_a_video_resized_frame_by_frame_equals_the_library_s(count, options):
     ],
 )
 @pytest.mark.parametrize("kind", ["file", "frames"])
-def test_an_option_of_a_video_that_cannot_be_used_is_named(clip, picture, kind, options):
+def test_an_unusable_video_option_is_named(clip, picture, kind, options):
     reference = str(clip) if kind == "file" else [picture] * 2
     with pytest.raises(MediaError, match="|".join([*options, "to its options", "cannot be read as a video"])):
         open_video(Video(reference, VideoOptions(**options)), 2.0, 8)
 
 
-def test_frames_are_counted_at_the_sizes_to_which_the_library_resizes_them():
+def test_frame_pixel_bounds_are_those_of_the_library():
     bounds = (vision_process.VIDEO_MIN_TOKEN_NUM, vision_process.VIDEO_MAX_TOKEN_NUM)
     assert tuple(bound * 28 * 28 for bound in bounds) == FRAME_PIXELS

@@ -76,7 +76,7 @@ def test_texts_beside_images_that_answer_are_not_dropped(name, texts, unread):
         read(**IMAGE_ROWS[name], **texts)
 
 
-def test_answers_that_are_images_of_their_own_are_read():
+def test_answers_that_are_images_are_read():
     """Image preferences are published so: as paths, or as the images of other columns."""
     for value in ("a.png", {"bytes": b"\x89PNG...", "path": None}):
         assert read(
@@ -88,7 +88,7 @@ def test_answers_that_are_images_of_their_own_are_read():
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "GIF", "BMP", "TIFF", "WEBP"])
-def test_bytes_of_an_image_are_known_by_their_head(kind):
+def test_image_bytes_are_recognised_by_their_head(kind):
     file = io.BytesIO()
     Image.new("RGB", (8, 8)).save(file, kind)
     with pytest.raises(UnreadColumnError, match="`blob` holds an image or video"):
@@ -103,7 +103,7 @@ def test_simple_rows_without_a_prompt():
 @pytest.mark.parametrize(
     "labels", [{"label_0": 0, "has_label": False}, {"label_0": 0.0, "label_1": 0.0}, {"label_0": 1, "label_1": 1}]
 )
-def test_pick_a_pic_without_a_judgement_is_no_preference(labels):
+def test_pick_a_pic_without_judgement_is_no_preference(labels):
     row = {"caption": "A cat.", "jpg_0": "a.png", "jpg_1": "b.png"}
     with pytest.raises(RowError, match=r"(nobody compared the images|do not add up to 1): remove the row"):
         read(**row, **labels)
@@ -111,7 +111,7 @@ def test_pick_a_pic_without_a_judgement_is_no_preference(labels):
     assert read(**row, label_0=0, label_1=1, has_label=True).pairs()[0].chosen == 1
 
 
-def test_hh_turns_are_messages_of_which_the_common_ones_are_the_prompt():
+def test_hh_turns_become_messages_with_a_common_prompt():
     start = "\n\nHuman: Hello\n\nAssistant: Hi: you?\n\nHuman: Two\n\nlines"
     prompt, branches = flat(read(chosen=f"{start}\n\nAssistant: good", rejected=f"{start}\n\nAssistant: bad\n"))
     assert prompt == ["user: Hello", "assistant: Hi: you?", "user: Two\n\nlines"] and branches == ANSWERS
@@ -187,7 +187,7 @@ def test_a_bad_row_is_named_and_explained(change, reason):
 
 
 @pytest.mark.parametrize("media", [{}, {"images": []}, {"videos": ["a.mp4"]}])
-def test_a_placeholder_is_text_where_the_row_has_no_media_of_its_kind(media):
+def test_a_placeholder_without_its_media_is_text(media):
     row = read(prompt="What does <image> mean in HTML?", chosen="A picture.", rejected="No idea.", **media)
     videos = [Video("a.mp4")] if "videos" in media else []
     assert row.prompt == (Message.of("user", *videos, "What does <image> mean in HTML?"),)
@@ -209,7 +209,7 @@ def test_bad_ranked_lists(answers, scores, reason):
         read(prompt="p", responses=answers, scores=scores)
 
 
-def test_an_unknown_layout_names_the_missing_columns_of_the_nearest():
+def test_an_unknown_layout_names_columns_the_nearest_needs():
     for columns, said in (
         (["prompt", "better", "rejected"], "`chosen / rejected`.*`chosen`"),
         (["prompt", "chosen_image"], "`text-to-image`, which also needs `rejected_image`"),
@@ -228,7 +228,7 @@ MEANT = {
 
 
 @pytest.mark.parametrize("columns", MEANT)
-def test_a_typo_is_sent_to_the_layout_that_was_meant(columns):
+def test_a_typo_points_to_the_layout_meant(columns):
     layout, mapping = MEANT[columns]
     with pytest.raises(DataError) as caught:
         detect_layout(columns.split(", "))
@@ -238,6 +238,6 @@ def test_a_typo_is_sent_to_the_layout_that_was_meant(columns):
 
 
 @pytest.mark.parametrize(("name", "value", "meant"), [("promt", "What?", "prompt"), ("margn", 3.0, "margin")])
-def test_a_column_that_is_nearly_one_that_is_read_is_refused(name, value, meant):
+def test_a_nearly_matching_column_name_is_refused(name, value, meant):
     with pytest.raises(RowError, match=f"`{name}` is not read: .* --columns {meant}={name}"):
         read(chosen="Yes.", rejected="No.", **{name: value})

@@ -53,7 +53,7 @@ def prompts(dataset) -> list[str]:
     return [text_of(row["comparison"].prompt) for row in dataset]
 
 
-def test_save_to_disk_folders_globs_and_folders_of_files(tmp_path):
+def test_saved_datasets_and_globs_and_folders_are_read(tmp_path):
     table = datasets.Dataset.from_list(pairs(2))
     table.save_to_disk(tmp_path / "one")
     datasets.DatasetDict(train=table, test=table.select([1])).save_to_disk(tmp_path / "two")
@@ -100,7 +100,7 @@ def test_messages_of_mixed_shapes_in_one_file(streaming, tmp_path):
     assert sorted(prompts(dataset)) == ["q0", "q1", "q2"]
 
 
-def test_relative_images_are_found_beside_their_file_or_under_image_root(tmp_path):
+def test_relative_images_are_found_beside_file_or_root(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{**pairs(1)[0], "image": "images/a.png"}])
 
     def image(**keys):
@@ -111,7 +111,7 @@ def test_relative_images_are_found_beside_their_file_or_under_image_root(tmp_pat
     assert image(path_rewrites=["images/=/mnt/x/"]) == ["/mnt/x/a.png"]
 
 
-def test_a_missing_path_or_split_is_named_with_a_suggestion(tmp_path):
+def test_a_missing_path_or_split_suggests_another(tmp_path):
     write(tmp_path / "pairs.jsonl", pairs(1))
     write(tmp_path / "odd.jsonl", [{"question": "q", "answer": "a"}])
     (tmp_path / "void").mkdir()
@@ -137,7 +137,7 @@ def test_a_broken_json_line_is_named(streaming, tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_broken_json_line_is_a_bad_row_where_those_are_skipped(streaming, tmp_path):
+def test_a_broken_json_line_is_a_skippable_row(streaming, tmp_path):
     lines = [json.dumps(row) for row in pairs(3)]
     lines.insert(1, "")  # no row
     lines.insert(2, lines[0][:-5])
@@ -172,7 +172,7 @@ def test_a_file_without_rows_is_called_so(name, text, streaming, tmp_path):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
-def test_a_text_that_is_not_utf_8_is_named_with_its_place(name, streaming, tmp_path):
+def test_text_outside_utf_8_is_named_with_place(name, streaming, tmp_path):
     path = Path(write(tmp_path / name, [*pairs(1), {"prompt": "café", "chosen": "good", "rejected": "bad"}]))
     path.write_bytes(path.read_bytes().replace("é".encode(), b"\xe9").replace(b"\\u00e9", b"\xe9"))
     offset = path.read_bytes().index(b"\xe9")
@@ -240,7 +240,7 @@ def photos(dataset) -> set[str]:
     return {Path(references(row["comparison"].prompt)[0]).name for row in dataset}
 
 
-def test_the_held_out_split_keeps_prompts_together_and_is_stable(tmp_path):
+def test_the_held_out_split_is_stable_by_prompt(tmp_path):
     dataset = load(photo_rows(tmp_path, 200))
     train, held_out = split_held_out(dataset, 0.2, seed=0)
     assert len(train) + len(held_out) == 600 and not photos(train) & photos(held_out)
@@ -284,7 +284,7 @@ def test_train_and_eval_as_configured(tmp_path):
         load_train_and_eval(DataArguments(dataset_path=path, eval_dataset_path=path, eval_fraction=0.1))
 
 
-def test_a_stream_gives_every_row_once_in_a_repeatable_shuffled_order(tmp_path):
+def test_a_stream_gives_every_row_once_shuffled_repeatably(tmp_path):
     paths = [write(tmp_path / f"{name}.jsonl", pairs(n, name)) for name, n in (("a", 30), ("b", 50))]
     arguments = DataArguments(shuffle_buffer=20)
     stream = load(*paths, streaming=True, arguments=arguments)

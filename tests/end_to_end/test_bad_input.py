@@ -57,7 +57,7 @@ def narrow_image(row, folder):
     Image.new("RGB", (28, 28 * 250)).save(folder / row["images"][0])
 
 
-def test_a_bad_image_in_a_worker_is_one_sentence_too(refused, training):
+def test_a_bad_image_in_workers_is_one_sentence(refused, training):
     sentence = refused(3, "train", *training(narrow_image, dataloader_num_workers=2))
     assert sentence.startswith("error: row pair-2: ") and "28x7000" in sentence
 
@@ -80,7 +80,7 @@ def kept(folder) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("verb", ["init-tiny", "demo"])
-def test_a_command_overwrites_nothing_that_it_did_not_make(refused, tiny_reward_model, tmp_path, verb):
+def test_commands_never_overwrite_folders_of_others(refused, tiny_reward_model, tmp_path, verb):
     folder = shutil.copytree(tiny_reward_model, tmp_path / "mine")
     shutil.copytree(folder, folder / "training/best")
     (folder / "report").mkdir()
@@ -110,7 +110,7 @@ def test_an_earlier_demo_is_replaced(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "demo/data/train_answers.jsonl").exists()
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(refused, training, tmp_path):
+def test_a_nonfinite_loss_stops_the_run_keeping_checkpoints(refused, training, tmp_path):
     # The first step of the warmup has a rate of zero.
     rate = {"learning_rate": 1e30, "warmup_steps": 2, "max_grad_norm": 0.0}
     sentence = refused(5, "train", *training(save_steps=1, max_steps=20, **rate))
@@ -121,7 +121,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_what_was_saved(refuse
     assert "the loss is" in sentence and "learning_rate" in sentence
 
 
-def test_an_evaluation_without_finite_scores_stops_the_run_and_names_the_row(refused, training, tmp_path):
+def test_an_evaluation_without_finite_scores_names_the_row(refused, training, tmp_path):
     held_out = colour_pairs(tmp_path / "eval", 3)
     keys = {"eval_dataset_path": held_out, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no"}
     sentence = refused(5, "train", *training(**keys, max_steps=20, learning_rate=1e30, max_grad_norm=0.0))
@@ -157,7 +157,7 @@ def test_a_disk_that_fills_spares_earlier_checkpoints(tmp_path, tiny_checkpoint)
     assert before == {path: path.read_bytes() for path in before}
 
 
-def test_no_memory_on_the_accelerator_says_what_to_lower(train_here, tmp_path, monkeypatch):
+def test_running_out_of_accelerator_memory_advises_batch_size(train_here, tmp_path, monkeypatch):
     import torch
 
     def no_memory(*args, **kwargs):

@@ -88,9 +88,7 @@ def test_sigterm_saves_the_next_step_of_every_rank(tmp_path, tiny_checkpoint, pr
     assert_equal_weights(tmp_path / "out/final", tmp_path / "whole/final")
 
 
-def test_a_second_training_in_a_folder_is_refused_until_the_first_is_dead(
-    tmp_path, tiny_checkpoint, train_here, monkeypatch
-):
+def test_a_second_training_is_refused_while_one_lives(tmp_path, tiny_checkpoint, train_here, monkeypatch):
     data = colour_pairs(tmp_path / "data", 10)
     arguments = short_training(tiny_checkpoint, data, tmp_path / "out", max_steps=4000, save_steps=4000)
     process = start(["train_rm.py"], *arguments, cwd=tmp_path)
@@ -123,7 +121,7 @@ def damage(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncated", "COMPLETE.json", "optimizer.pt"])
-def test_a_broken_newest_checkpoint_is_named_and_passed_over(two_checkpoints, train_here, capsys, how):
+def test_a_broken_newest_checkpoint_is_named_and_skipped(two_checkpoints, train_here, capsys, how):
     out, data = two_checkpoints
     shutil.copytree(out / "checkpoint-4", out.parent / "whole-4")
     damage(out / "checkpoint-4", how)
@@ -135,7 +133,7 @@ def test_a_broken_newest_checkpoint_is_named_and_passed_over(two_checkpoints, tr
     assert_equal_weights(out / "checkpoint-4", out.parent / "whole-4")
 
 
-def test_a_run_killed_in_its_first_save_begins_again(train_here, tmp_path, capsys, monkeypatch):
+def test_a_run_killed_in_its_first_save_restarts(train_here, tmp_path, capsys, monkeypatch):
     data = colour_pairs(tmp_path / "data", 8)
     keys = {"max_steps": 4, "save_steps": 2}
     train_here(data, "whole", **keys)
@@ -160,7 +158,7 @@ def test_a_run_killed_in_its_first_save_begins_again(train_here, tmp_path, capsy
     assert (tmp_path / "out/incomplete-checkpoint-2/model-00001-of-00002.safetensors").exists()
 
 
-def test_a_run_killed_while_it_saves_its_result_saves_it_without_another_step(train_here, tmp_path, monkeypatch):
+def test_a_run_killed_saving_results_trains_no_further(train_here, tmp_path, monkeypatch):
     """HF trains one more step than `max_steps` where a run resumes from its last one within an epoch."""
     data = colour_pairs(tmp_path / "data", 8)
     keys = {"max_steps": 3, "save_steps": 1, "lr_scheduler_type": "constant"}
@@ -196,7 +194,7 @@ def test_ctrl_c_names_the_checkpoint_to_continue_from(two_checkpoints, train_her
     assert stopped.value.exit_code == 130
 
 
-def test_the_rows_of_a_step_may_be_read_in_other_batches(two_checkpoints, train_here, tmp_path, capsys):
+def test_a_resumed_step_may_read_other_batch_sizes(two_checkpoints, train_here, tmp_path, capsys):
     out, data = two_checkpoints
     smaller = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "resume_from_checkpoint": "auto"}
     train_here(data, max_steps=6, save_steps=6, **smaller)
@@ -210,7 +208,7 @@ def test_the_rows_of_a_step_may_be_read_in_other_batches(two_checkpoints, train_
         train_here(data, "dropping", max_steps=4, **keys, **smaller)
 
 
-def test_an_adapter_is_not_resumed_on_another_base_of_equal_shape(train_here, tiny_checkpoint, tmp_path):
+def test_an_adapter_is_not_resumed_on_another_base(train_here, tiny_checkpoint, tmp_path):
     data = colour_pairs(tmp_path / "data", 8)
     base = Path(shutil.copytree(tiny_checkpoint, tmp_path / "base"))
     keys = {"model": base, "use_peft": True, "save_steps": 2}
@@ -235,7 +233,7 @@ def test_a_run_is_resumed_on_moved_data(two_checkpoints, train_here, tmp_path, t
     assert "learning_rate 0.001 ->" not in log
 
 
-def test_a_new_run_from_a_checkpoint_takes_another_rate(two_checkpoints, train_here, tmp_path):
+def test_a_new_run_from_a_checkpoint_changes_rate(two_checkpoints, train_here, tmp_path):
     """The refusal advises it."""
     out, data = two_checkpoints
     train_here(data, "next", model=out / "checkpoint-4", learning_rate=1e-7, max_steps=1, save_steps=1)
@@ -243,7 +241,7 @@ def test_a_new_run_from_a_checkpoint_takes_another_rate(two_checkpoints, train_h
     assert 0 < largest_difference(out / "checkpoint-4", tmp_path / "next/final") < 1e-5
 
 
-def test_a_checkpoint_that_is_written_again_counts_only_when_whole(two_checkpoints, train_here, monkeypatch):
+def test_a_rewritten_checkpoint_counts_only_when_whole(two_checkpoints, train_here, monkeypatch):
     """A run taken up at an earlier step writes later checkpoints anew, and may die while it does."""
     out, data = two_checkpoints
     shutil.rmtree(out / "final")
@@ -258,7 +256,7 @@ def test_a_checkpoint_that_is_written_again_counts_only_when_whole(two_checkpoin
     assert not (out / "checkpoint-4/COMPLETE.json").exists()
 
 
-def test_older_checkpoints_go_only_when_the_new_one_is_whole(train_here, tmp_path, monkeypatch):
+def test_older_checkpoints_go_once_the_new_is_whole(train_here, tmp_path, monkeypatch):
     data = colour_pairs(tmp_path / "data", 8)
     others_then = {}
 
@@ -272,13 +270,13 @@ def test_older_checkpoints_go_only_when_the_new_one_is_whole(train_here, tmp_pat
     assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-6"}
 
 
-def test_a_run_whose_checkpoint_goes_while_it_trains_saves_its_result(train_here, tmp_path):
+def test_a_run_outlives_the_checkpoint_it_resumed(train_here, tmp_path):
     data, keys = colour_pairs(tmp_path / "data", 8), {"save_steps": 2, "save_total_limit": 1}
     train_here(data, max_steps=2, **keys)
     result = train_here(data, max_steps=4, resume_from_checkpoint="auto", **keys)
     assert not (tmp_path / "out/checkpoint-2").exists() and (result.model_dir / "COMPLETE.json").exists()
 
 
-def test_nothing_to_resume_starts_from_the_beginning_and_says_so(train_here, tmp_path, capsys):
+def test_nothing_to_resume_starts_afresh_and_says_so(train_here, tmp_path, capsys):
     train_here(colour_pairs(tmp_path / "data", 4), max_steps=1, resume_from_checkpoint="auto")
     assert "starting from the beginning" in capsys.readouterr().err

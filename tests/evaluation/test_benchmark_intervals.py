@@ -23,7 +23,7 @@ def share(frame):
     return {"accuracy": float((frame["chosen_score"] > frame["rejected_score"]).mean())}
 
 
-def test_the_standard_error_of_a_mean_over_prompts_is_the_textbook_s():
+def test_standard_error_over_prompts_matches_the_textbook():
     right = np.random.default_rng(0).random(40) < 0.7
     figure = benchmark("hpdv3").estimate(scored(right, np.arange(40)))["accuracy"]
     assert figure.standard_error == pytest.approx(np.std(right, ddof=1) / math.sqrt(40))
@@ -39,7 +39,7 @@ def test_pairs_of_a_cluster_count_once():
     assert (often.n, often.clusters) == (270, 30)
 
 
-def test_a_question_is_a_unit_of_mm_rlhf_whatever_its_prompts():
+def test_mm_rlhf_counts_questions_rather_than_prompts():
     rng = np.random.default_rng(2)
     frame = scored(rng.random(92) < 0.9, np.arange(92), ["mcq", "video"] * 46)
     frame["by/question_id"] = np.repeat(np.arange(46), 2)
@@ -49,7 +49,7 @@ def test_a_question_is_a_unit_of_mm_rlhf_whatever_its_prompts():
     assert figure["acc_plus"].high - figure["acc_plus"].low > 0.15
 
 
-def test_a_figure_counts_the_rows_that_it_is_named_after():
+def test_a_figure_counts_the_rows_it_names():
     categories = ["safety/bias"] * 3 + ["safety/toxicity"] * 4 + ["vqa"] * 5
     figure = benchmark("multimodal-rewardbench").estimate(scored([1, 0, 1] * 4, np.arange(12), categories))
     assert {name: figure.n for name, figure in figure.items()} == {

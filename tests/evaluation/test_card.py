@@ -57,7 +57,7 @@ def test_the_card_says_how_good_and_where_from(checkpoint):
     assert "/outputs/" not in text  # no path of this machine
 
 
-def test_the_snippet_runs_in_the_checkpoint_which_stays_whole(checkpoint, monkeypatch):
+def test_the_snippet_runs_and_the_checkpoint_stays_whole(checkpoint, monkeypatch):
     (checkpoint / "README.md").write_text("written by hand")
     write_complete(checkpoint, world_size=2, step=100)
     with pytest.raises(ConfigError, match=r"README\.md was not written by this command"):
@@ -85,7 +85,7 @@ def test_results_of_others_make_no_card(checkpoint):
         write_card(checkpoint, scored(90), data="pairs")
 
 
-def test_the_command_writes_it_from_a_sweep_s_results(checkpoint, tmp_path, capsys):
+def test_the_command_writes_the_card_from_sweep_results(checkpoint, tmp_path, capsys):
     scored(90).to_parquet(tmp_path / "mine.scores.parquet")
     words = ["card", str(checkpoint), str(tmp_path / "mine.csv"), "--data", "pairs"]
     cli.app(words, exit_on_error=False, result_action="return_value")

@@ -40,12 +40,12 @@ def test_more_is_better_or_less_is():
     assert names(Criterion("benchmark/macro").ranked(scored)) == ["1", "3", "2"]
 
 
-def test_of_equals_the_earlier_is_better_whatever_the_order():
+def test_the_earlier_of_equals_is_better():
     rows = [row(n, preference_accuracy=(0.9, 0.1)) for n in (30, 4, 200)]
     assert names(Criterion().ranked(rows)) == ["4", "30", "200"]
 
 
-def test_rows_without_the_figure_are_left_out_and_no_figure_at_all_is_explained():
+def test_rows_without_the_figure_are_left_out():
     rows = [row(1, error="broken"), row(2, agreement_accuracy=(math.nan, math.nan), preference_accuracy=(0.5, 0.1))]
     by_agreement = Criterion("agreement_accuracy")
     assert names(Criterion().ranked(rows)) == ["2"]
@@ -90,7 +90,7 @@ def test_an_unknown_standard_error_chooses_nothing():
         ({"fail_under": 75}, "from 0 to 1"),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_is_scored(keys, sentence):
+def test_impossible_criteria_are_refused_before_scoring(keys, sentence):
     with pytest.raises(ConfigError, match=sentence):
         EvaluationArguments(model_dirs=["run"], **keys)
     assert EvaluationArguments(model_dirs=["run"], metric_for_best="average_margin", fail_under=2.0).fail_under == 2

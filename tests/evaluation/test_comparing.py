@@ -37,7 +37,7 @@ def test_chance_is_that_of_every_exchange_within_prompts():
     assert set(drawn.round(6)) <= set(np.round(every, 6))
 
 
-def test_difference_is_that_of_the_pairs_with_their_prompts_drawn_together():
+def test_difference_is_over_pairs_with_prompts_drawn_together():
     first, second = checkpoint(0.1), checkpoint(2.0)
     [test] = compare({"a": first, "b": second})
     right = [(frame["chosen_score"] > 0).to_numpy(float) for frame in (first, second)]
@@ -52,7 +52,7 @@ def test_difference_is_that_of_the_pairs_with_their_prompts_drawn_together():
     assert test.difference.low > 0 and test.p_value < 0.001
 
 
-def test_every_two_of_several_are_compared_and_hold_together():
+def test_all_pairs_of_several_are_compared_jointly():
     frames = {name: checkpoint(noise) for name, noise in (("a", 0.1), ("b", 1.0), ("c", 3.0))}
     tests = compare(frames)
     assert [(test.first, test.second) for test in tests] == [("a", "b"), ("a", "c"), ("b", "c")]
@@ -79,7 +79,7 @@ def test_equal_checkpoints_seldom_differ_at_all(prompts: int, lists: int, monkey
     assert wrong <= 11  # 5 on average
 
 
-def test_pairs_are_matched_by_what_they_are_not_by_their_place():
+def test_pairs_are_matched_by_identity_not_by_place():
     frame = checkpoint(1.0)
     shuffled = frame.sample(frac=1, random_state=0).iloc[:200]
     [test] = compare({"a": frame, "b": shuffled})
@@ -105,7 +105,7 @@ def test_one_prompt_gives_a_difference_without_an_interval():
 
 
 @pytest.mark.parametrize("prompts", [2, 3, 4, 5, 6, 7])
-def test_few_prompts_that_all_differ_have_an_interval_that_agrees_with_p(prompts: int):
+def test_intervals_of_few_prompts_agree_with_p_values(prompts: int):
     frame = pair_frame([1.0] * prompts, cluster=[f"p{i}" for i in range(prompts)])
     [test] = compare({"a": frame, "b": frame.assign(chosen_score=-1.0)})
     assert test.difference.high == 1 and (test.difference.low > 0) == (test.p_value < 0.05) == (prompts > 5)

@@ -48,7 +48,7 @@ def scored_alone(loaded, comparison) -> list[float]:
     return LocalScorer(loaded, batching="shared").score(comparison.conversations())
 
 
-def test_every_score_is_that_of_the_changed_conversation_alone(loaded, rows):
+def test_every_score_equals_its_changed_conversation_alone(loaded, rows):
     result = run(loaded, rows, ["all"])
     assert [c.id for c in result.comparisons] == [row["comparison"].id for row in rows]
     share = _Share(rows, 4, 0, 1, sample=len(rows))
@@ -64,7 +64,7 @@ def test_every_score_is_that_of_the_changed_conversation_alone(loaded, rows):
     assert {name for altered in result.altered for name in altered} >= {*named(["image", "quality", "prompt"])}
 
 
-def test_interventions_run_on_a_sample_and_those_that_cost_little_on_all(loaded, rows):
+def test_only_cheap_interventions_run_on_all_rows(loaded, rows):
     whole, part = (run(loaded, rows, ("blank_image", "response_only"), sample=sample) for sample in (None, 4))
     assert all("response_only" in altered for altered in part.altered)
     drawn = {i for i, altered in enumerate(part.altered) if "blank_image" in altered}
@@ -80,7 +80,7 @@ def test_interventions_run_on_a_sample_and_those_that_cost_little_on_all(loaded,
     ), "the frame says how many"
 
 
-def test_donors_have_another_prompt_of_the_same_kind_and_depend_on_the_data_alone(rows):
+def test_donors_share_kind_but_not_prompt_or_images(rows):
     whole = _Share(rows, 4, 0, 1, sample=len(rows))
     for block in (1, 3):
         for rank in (0, 1):
@@ -94,7 +94,7 @@ def test_donors_have_another_prompt_of_the_same_kind_and_depend_on_the_data_alon
                     assert bool(own) == bool(other) and not own & other
 
 
-def test_the_table_has_a_row_for_each_pair_with_its_scores(loaded, rows):
+def test_the_table_has_a_scored_row_per_pair(loaded, rows):
     result = run(loaded, rows)
     frame = scored_frame(result, model="outputs/m", checkpoint="checkpoint-7", step=7, group_by=["source"])
     pairs = scored_pairs(result.comparisons, result.scores)

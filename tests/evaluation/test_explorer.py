@@ -147,7 +147,7 @@ def test_each_filter_lists_what_numpy_finds(browser, frames):
 
 
 @needs_chromium
-def test_words_are_found_in_prompts_answers_and_ids_whatever_their_case(browser, frames):
+def test_words_are_found_anywhere_in_any_case(browser, frames):
     first, _ = frames
     texts = first[["prompt_text", "chosen_text", "rejected_text"]].agg(" | ".join, axis=1) + pd.Series(names_of(first))
     choose(browser, order="data")
@@ -163,7 +163,7 @@ def test_words_are_found_in_prompts_answers_and_ids_whatever_their_case(browser,
 
 
 @needs_chromium
-def test_a_click_shows_prompt_image_answers_and_every_score(browser, frames):
+def test_a_click_shows_the_pair_with_every_score(browser, frames):
     first, _ = frames
     choose(browser, order="data", words="row-")
     browser.click("#pair-4")
@@ -240,7 +240,7 @@ def test_two_models_stand_side_by_side(browser, frames):
 
 
 @needs_chromium
-def test_what_the_data_say_is_text_and_nothing_runs(browser):
+def test_data_are_shown_as_text_and_never_run(browser):
     choose(browser, words="window.ran")
     assert listed(browser) == (1, ["row-100"])
     shown = texts_of(browser, "#pair-texts .text")
@@ -261,7 +261,7 @@ def test_what_the_data_say_is_text_and_nothing_runs(browser):
 
 
 @needs_chromium
-def test_no_width_overflows_and_a_small_screen_shows_the_pair_below(browser):
+def test_small_screens_overflow_nothing_and_show_pairs_below(browser):
     for width in (320, 400, 800, 1280):
         browser.resize(width, 800)
         assert browser.evaluate("document.documentElement.scrollWidth") <= width

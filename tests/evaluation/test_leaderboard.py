@@ -67,7 +67,7 @@ def results(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_cell_is_the_figure_of_the_results_and_a_missing_one_is_missing(results, tmp_path):
+def test_cells_are_result_figures_and_gaps_stay_missing(results, tmp_path):
     build_leaderboard([results], tmp_path)
     table = pd.read_csv(tmp_path / "leaderboard.csv").set_index("model")
     for model in MODELS:
@@ -97,7 +97,7 @@ def test_results_of_several_machines_are_one_column(tmp_path):
     assert [it.name for it in board.sets] == ["it"] and len(board.lines) == 2 and board.notes == []
 
 
-def test_other_data_of_the_same_name_have_a_column_of_their_own(tmp_path):
+def test_other_data_of_equal_name_get_another_column(tmp_path):
     whole = write_results(tmp_path / "a", [frame_of("good", 1)])
     sample = write_results(tmp_path / "b", [frame_of("poor", 1)[:50]], data="of the sample")
     board = leaderboard([whole, sample])
@@ -106,7 +106,7 @@ def test_other_data_of_the_same_name_have_a_column_of_their_own(tmp_path):
     assert "No two models were measured on every set" in page(board, "x")
 
 
-def test_of_two_figures_of_a_model_the_newest_counts_with_a_word(tmp_path):
+def test_the_newest_of_two_figures_counts_with_notice(tmp_path):
     old = write_results(tmp_path / "old", [frame_of("good", 1), frame_of("poor", 1)])
     again = frame_of("good", 1).assign(chosen_score=-1.0)
     new = write_results(tmp_path / "new", [again], date="2026-11-22T03:00:00Z")
@@ -139,7 +139,7 @@ def test_readers_sort_it(results, tmp_path):
         assert browser.complaints == []
 
 
-def test_what_cannot_be_merged_is_said_in_a_sentence(results, tmp_path, capsys):
+def test_results_that_cannot_be_merged_are_refused(results, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     copied = shutil.copy(results / "a.json", tmp_path / "a.json")
     for sources, error, said in (

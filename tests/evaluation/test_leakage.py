@@ -128,7 +128,7 @@ def command(words: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_the_command_s_json_has_the_same_and_its_status_tells_leaks(two_files, capsys):
+def test_the_json_and_exit_status_tell_leaks(two_files, capsys):
     assert command("--json --train train.jsonl --eval eval.jsonl train.jsonl") == 3
     found = json.loads(capsys.readouterr().out)
     assert (found["rows"], found["leaked_rows"], found["unreadable_rows"]) == (4, 2, 1)

@@ -51,7 +51,7 @@ def changed(hashes: np.ndarray, bits: int, rng: np.random.Generator) -> np.ndarr
 
 
 @pytest.mark.parametrize("candidates", [1 << 22, 7])
-def test_near_pairs_are_those_of_comparing_all_with_all(candidates, monkeypatch):
+def test_near_pairs_equal_an_exhaustive_comparison(candidates, monkeypatch):
     monkeypatch.setattr(module, "CANDIDATES", candidates)
     rng = np.random.default_rng(0)
     left = rng.integers(0, 2**64, 60, dtype=np.uint64)

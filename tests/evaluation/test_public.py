@@ -251,7 +251,7 @@ def test_images_stay_where_they_stand_among_texts():
     assert [part.kind for part in unnamed.answers[1][0].content] == ["text", "image"]
 
 
-def test_a_criterion_is_a_system_message_and_a_tie_is_one():
+def test_omni_criteria_are_system_messages_and_ties_count():
     comparison = read("omni-rewardbench", criteria_preference="tie")
     assert [message.role for message in comparison.prompt] == ["system", "user"]
     assert comparison.ratings == (0.0, 0.0)
@@ -268,7 +268,7 @@ def test_votes_on_two_images(vote, ratings):
     assert read("editreward-bench-tiger", **changes).ratings == ratings
 
 
-def test_a_folder_of_frames_is_a_video_of_32(tmp_path):
+def test_a_folder_of_frames_becomes_a_sampled_video(tmp_path):
     for number in range(63):
         (tmp_path / f"{number:03}.jpg").touch()
     frames = frames_of(str(tmp_path), 32)
@@ -356,7 +356,7 @@ def test_imagereward_pools_pairs_without_ties_of_people():
     assert figures == pytest.approx({"accuracy": 2 / 4, "accuracy_by_prompt": (2 / 3 + 0) / 2})
 
 
-def test_pick_a_pic_chooses_its_threshold_on_the_validation_rows():
+def test_pick_a_pic_tunes_its_threshold_on_validation():
     # σ(1) - σ(0) = 0.46: with the threshold 0.5 the validation's tie is seen, with 0.9 its preference is lost.
     validation = [(1.0, 0.0, True), (3.0, 0.0)]
     test = [(1.0, 0.0, True), (1.0, 0.0), (2.0, 0.0), (0.0, 2.0)]
@@ -395,7 +395,7 @@ def best_of_all_thresholds(label, margin):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_accuracy_with_ties_is_that_of_the_best_threshold(seed):
+def test_accuracy_with_ties_uses_the_best_threshold(seed):
     rng = np.random.default_rng(seed)
     label, margin = rng.integers(-1, 2, 40), rng.integers(-5, 6, 40) / 2.0
     assert accuracy_with_ties(label, margin) == pytest.approx(best_of_all_thresholds(label, margin))
@@ -514,7 +514,7 @@ def test_pick_a_pic_s_validation_comes_along(tmp_path):
     assert [row["comparison"].columns["split"] for row in alone] == ["test_unique"] * 3
 
 
-def test_a_bad_row_is_handed_on_with_its_number(tmp_path):
+def test_a_bad_row_is_returned_with_its_number(tmp_path):
     rows = [ROWS["hpdv3"][0], {**ROWS["hpdv3"][0], "path2": None}]
     (tmp_path / "test.json").write_text(json.dumps(rows))
     error = load_benchmark("hpdv3", str(tmp_path))[1]["comparison"]
@@ -531,7 +531,7 @@ def test_a_bad_row_is_handed_on_with_its_number(tmp_path):
         ("hpdv3", ".", "lacks the columns path2"),
     ],
 )
-def test_what_is_not_there_is_said_with_where_to_get_it(name, place, said, tmp_path):
+def test_missing_benchmark_files_say_where_to_get_them(name, place, said, tmp_path):
     (tmp_path / "test.json").write_text(json.dumps([{"prompt": "A fox.", "path1": "a"}]))
     with pytest.raises(DataError, match=said):
         load_benchmark(name, place and str(tmp_path / place))

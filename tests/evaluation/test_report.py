@@ -98,14 +98,14 @@ def test_a_page_of_somebody_else_is_kept(tmp_path):
     assert build_report([scored(30)], tmp_path) == build_report([scored(30)], tmp_path)
 
 
-def test_the_page_is_one_file_that_asks_for_nothing(sweep):
+def test_the_page_is_one_file_without_outside_links(sweep):
     page = page_of(sweep[1])
     assert all(link.startswith(("#", "data:")) for link in page.links)
     assert len(page.ids) == len(set(page.ids))
     assert {link[1:] for link in page.links if link.startswith("#")} <= set(page.ids)
 
 
-def test_every_figure_is_on_the_page_and_beside_it(sweep):
+def test_every_figure_is_inlined_and_saved_as_files(sweep):
     html = sweep[1].read_text()
     plots = sorted(path.stem for path in (sweep[1].parent / "plots").glob("*.svg"))
     assert plots == sorted(path.stem for path in (sweep[1].parent / "plots").glob("*.png"))
@@ -164,7 +164,7 @@ def results_beside(
     return folder / f"{name}.csv"
 
 
-def test_what_could_not_be_tried_or_has_no_figures_is_on_the_page(tmp_path):
+def test_the_page_names_untried_interventions_and_failed_checkpoints(tmp_path):
     table = results_beside(tmp_path, "mine", [scored(30)], best=0)
     results = json.loads(table.with_suffix(".json").read_text())
     [row] = results["results"]
@@ -196,7 +196,7 @@ def test_the_best_checkpoint_is_the_sweep_s(tmp_path):
     assert chosen(mine) == ("checkpoint-200", "best by preference accuracy")
 
 
-def test_the_curves_of_trainings_that_are_still_there_are_shown(tmp_path, monkeypatch):
+def test_curves_of_trainings_still_present_are_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     frames = [scored(60, model=model, step=step) for model in ("mine", "gone") for step in (5, 10)]
     losses = [{"loss": 1 / step, "accuracy": 0.5, "step": step, "epoch": 1.0} for step in range(1, 11)]
@@ -227,7 +227,7 @@ def test_category_charts_draw_whole_prompts():
     assert all(high - low > 0.3 for low, high in ends)
 
 
-def test_what_was_trained_on_is_counted_and_its_accuracy_set_apart(tmp_path):
+def test_leaked_rows_are_counted_and_measured_apart(tmp_path):
     frame = scored(90)
     leaked = np.arange(90) < 30
     frame["by/leaked"] = np.where(leaked, "yes", "no")
@@ -242,7 +242,7 @@ def test_what_was_trained_on_is_counted_and_its_accuracy_set_apart(tmp_path):
     assert alt == f"Accuracy on rows trained on: {groups[True]:.1%}, new: {groups[False]:.1%}."
 
 
-def test_figures_of_a_public_benchmark_stand_above_those_of_others(tmp_path):
+def test_public_benchmark_figures_stand_above_published_ones(tmp_path):
     measured = Estimate(0.5125, 0.4462, 0.5784, 0.033, 240, 60)
     ours = {"accuracy": measured._asdict(), "threshold": Estimate(0.1, *[math.nan] * 3, n=0, clusters=0)._asdict()}
     fields = {"settings": {"benchmark": "hpdv3"}}
@@ -276,7 +276,7 @@ def test_a_preference_for_large_images_is_shown(tmp_path):
     assert not (tmp_path / "equal/plots/image_size.svg").exists()
 
 
-def test_examples_are_the_worst_and_the_narrowest_one_a_prompt(tmp_path):
+def test_examples_are_extreme_and_one_per_prompt(tmp_path):
     frame = scored(90)
     wrong = {"row-30": -50.0, "row-31": -49.0, "row-60": -48.0}  # 30 and 31 are about one prompt
     for name, margin in wrong.items():
@@ -291,7 +291,7 @@ def test_examples_are_the_worst_and_the_narrowest_one_a_prompt(tmp_path):
     assert len(margins) == 12 and margins == sorted(margins)
 
 
-def test_images_become_small_thumbnails_and_missing_ones_are_said(tmp_path):
+def test_images_become_thumbnails_and_missing_ones_are_named(tmp_path):
     frame = scored(60, folder=tmp_path / "images")
     for path in (tmp_path / "images").glob("1*.png"):
         path.unlink()
@@ -303,7 +303,7 @@ def test_images_become_small_thumbnails_and_missing_ones_are_said(tmp_path):
     assert max(len(str(image["src"])) for image in page.images) < 40_000
 
 
-def test_texts_of_the_data_are_shown_and_never_run(tmp_path):
+def test_texts_are_shown_and_never_run(tmp_path):
     evil = '<script>alert("x")</script>'
     frame = scored(60).assign(prompt_text=evil, chosen_text=evil, category=evil, model=evil)
     frame["by/$x^{$"] = "$\\frac{"  # no formula either
@@ -311,7 +311,7 @@ def test_texts_of_the_data_are_shown_and_never_run(tmp_path):
     assert html.count("<script") == 2 and "&lt;script&gt;" in html  # the pairs' block and the page's own
 
 
-def test_a_checkpoint_without_numbers_is_named_and_left_out(tmp_path):
+def test_a_checkpoint_without_numbers_is_left_out(tmp_path):
     broken = scored(60, step=200).assign(chosen_score=np.nan)
     text = page_of(build_report([scored(60), broken], tmp_path)).text
     assert "checkpoint-200 is left out: 60 of its pairs have no finite score." in text
@@ -339,7 +339,7 @@ def test_results_are_found_by_any_of_their_files(tmp_path):
         ([pd.DataFrame(columns=scored(9).columns)], DataError, "no scored pair"),
     ],
 )
-def test_what_cannot_be_told_apart_or_lacks_columns_is_refused(tmp_path, frames, error, said):
+def test_ambiguous_or_incomplete_frames_are_refused(tmp_path, frames, error, said):
     with pytest.raises(error, match=said):
         build_report(frames, tmp_path)
 

@@ -38,7 +38,7 @@ def by_name(rows, public=None):
     return {reading.name: reading for reading in read_rulers(rows, public)}
 
 
-def test_a_set_that_needs_its_images_has_no_ruler():
+def test_a_set_that_needs_images_has_no_ruler():
     readings = by_name(of_images())
     assert set(readings) == set(RULERS)
     for name in ("longer", "first", "image_blind", "question_blind"):
@@ -50,7 +50,7 @@ def test_a_set_that_needs_its_images_has_no_ruler():
     assert "No ruler is found above chance" in said
 
 
-def test_a_ruler_is_never_scored_on_prompts_that_it_was_fitted_to():
+def test_a_ruler_is_never_scored_on_fitted_prompts():
     """Words that occur once tell nothing of other prompts; a model fitted to them would have every pair right."""
 
     def unique(right, wrong, rng):
@@ -93,7 +93,7 @@ def test_words_that_leak_are_found_without_images():
     assert 0.7 < reading.accuracy.value < 0.8  # half of the pairs leak, the other half is a coin
 
 
-def test_what_the_question_decides_is_seen_by_the_image_blind_ruler_alone():
+def test_only_the_image_blind_ruler_sees_question_leaks():
     """The right answer follows from the question's opening, so answers without it tell nothing."""
     rng = np.random.default_rng(1)
     rows = []
@@ -142,7 +142,7 @@ def test_the_number_of_frames_is_a_ruler(tmp_path):
     assert found.accuracy.value == 1.0 and found.accuracy.clusters == 20 and found.verdict == "above chance"
 
 
-def test_a_benchmark_is_scored_by_its_own_rule_too():
+def test_a_benchmark_is_scored_by_its_own_rule():
     rng = np.random.default_rng(3)
     names = ("general", "hallucination", "reasoning")
     rows = [pair(number, "Why?", "x" * 9, "x", rng, category=names[number % 3]) for number in range(60)]
@@ -152,7 +152,7 @@ def test_a_benchmark_is_scored_by_its_own_rule_too():
     assert block(readings)["longer"]["figures"]["overall"]["value"] == 1
 
 
-def test_rows_that_cannot_be_read_are_left_out_and_named(tmp_path, caplog):
+def test_unreadable_rows_are_left_out_and_named(tmp_path, caplog):
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no picture")
     rng = np.random.default_rng(4)
@@ -164,7 +164,7 @@ def test_rows_that_cannot_be_read_are_left_out_and_named(tmp_path, caplog):
         read_rulers([RowError("it has no answer", "row 1")])
 
 
-def test_the_verb_audits_a_file_and_a_local_copy_of_a_benchmark(tmp_path, capsys):
+def test_the_verb_audits_files_and_local_benchmarks(tmp_path, capsys):
     rows = [{"prompt": f"Question {i}?", "chosen": "A long answer.", "rejected": "No."} for i in range(12)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cli.app(["rulers", str(tmp_path / "rows.jsonl")], result_action="return_value")

@@ -26,7 +26,7 @@ def content() -> Any:
     return {**whole, "results": [measured, failed]}
 
 
-def test_what_was_written_is_read_and_what_cannot_be_known_is_null(content, tmp_path):
+def test_written_results_are_read_with_unknowns_as_null(content, tmp_path):
     path = tmp_path / "results.json"
     path.write_text(dump_results(content))
     plain = json.loads(path.read_text(), parse_constant=pytest.fail)  # NaN is no JSON

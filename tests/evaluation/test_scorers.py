@@ -165,7 +165,7 @@ def frames(path: str = "results.scores.parquet") -> list[pd.DataFrame]:
 # Each kind is one command --------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_beside_its_training_and_as_a_classifier(here, data, tiny_reward_model, models):
+def test_a_checkpoint_scores_alike_natively_or_as_classifier(here, data, tiny_reward_model, models):
     local = load_scorer(tiny_reward_model)
     result = sweep(asked(data, tiny_reward_model, f"hf:{tiny_reward_model}", f"hf:{models / 'visual'}"))
     assert [row["error"] for row in result.rows] == [None] * 3
@@ -184,7 +184,7 @@ def test_a_checkpoint_beside_its_training_and_as_a_classifier(here, data, tiny_r
     check_scores(visual, data, direct)
 
 
-def test_ids_of_the_hub_are_those_of_their_snapshots(here, texts, tiny_reward_model, models, monkeypatch):
+def test_hub_ids_score_like_their_snapshots(here, texts, tiny_reward_model, models, monkeypatch):
     """As downloaded before: the tests have no network."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(here / "hub"))
     folders = {"org/mine": tiny_reward_model, "org/classifier": models / "text"}
@@ -242,7 +242,7 @@ def test_of_two_labels_the_score_is_their_difference(here, texts, models):
         assert good[0] == pytest.approx(float(model(**pair).logits[0, 1]), abs=1e-5)
 
 
-def test_a_tiny_clip_reward_and_a_reward_of_groups(here):
+def test_clip_rewards_and_group_rewards_score_in_sweeps(here):
     save_checkpoint(here / "clip")
     colours = ["red", "green", "blue", "black", "white", "yellow"]
     for colour in colours:
@@ -313,7 +313,7 @@ def judge():
         yield server
 
 
-def test_a_judge_of_pairs_is_asked_in_both_orders_and_its_bias_is_found(here, data, judge, capfd):
+def test_a_pairwise_judge_reveals_its_position_bias(here, data, judge, capfd):
     spec = f"judge:org/model-7b@{judge.url}"
     [row] = sweep(asked(data, spec, interventions="none")).rows
     [frame] = frames()
@@ -334,7 +334,7 @@ def test_a_judge_of_pairs_is_asked_in_both_orders_and_its_bias_is_found(here, da
     assert "org/model-7b" in page
 
 
-def test_lists_are_judged_by_win_rates_and_cannot_be_attacked(here, judge):
+def test_lists_are_judged_by_win_rates_without_attacks(here, judge):
     answers = ["a", "bbbb", "cc", "dd"]
     rows = [{"id": "list", "prompt": "Say much", "responses": answers, "scores": [0, 3, 2, 1]}]
     data = write_rows(here / "lists.jsonl", rows)
@@ -365,7 +365,7 @@ def test_a_judge_is_attacked_with_one_answer_changed(here, data, judge):
     assert checked >= 6 and row["padded_answers_accuracy"] == 0.25, "three ties and three defeats"
 
 
-def test_what_a_judge_does_not_say_is_an_error_and_no_zero(here, data, judge, monkeypatch):
+def test_a_judge_without_an_answer_is_an_error(here, data, judge, monkeypatch):
     spec = f"judge:m@{judge.url}?max_retries=0"
     monkeypatch.setattr("vlmrm.rewards.servers.COOL_DOWN", 0.0)  # for which the judge would not be asked
     for reply, said in (
@@ -434,7 +434,7 @@ def test_a_mistyped_scorer_is_refused(here, texts, spec, sentence):
     assert not Path("results.json").exists()
 
 
-def test_what_cannot_be_opened_is_a_row_and_the_others_go_on(here, texts, tiny_checkpoint):
+def test_a_scorer_that_cannot_open_spares_others(here, texts, tiny_checkpoint):
     Path("scorer_of_texts.py").write_text("def one(conversations): return [len(repr(c)) for c in conversations]\n")
     with socket.socket() as silent:  # bound, and nobody listens
         silent.bind(("127.0.0.1", 0))

@@ -26,7 +26,7 @@ def test_contributions_are_what_each_prompt_adds():
 
 
 @pytest.mark.parametrize("name", ABILITIES)
-def test_the_figure_of_the_chosen_is_that_of_new_prompts(name: str):
+def test_the_corrected_figure_holds_on_new_prompts(name: str):
     """Checkpoints of one training agree in much: half of what decides a pair is common to all."""
     rng, abilities, sets = np.random.default_rng(1), ABILITIES[name], 60
     errors, lucky, covered = [], [], 0
@@ -58,7 +58,7 @@ def frames(count: int = 12, pairs: int = 200):
     ]
 
 
-def test_a_criterion_gives_its_choice_the_figure_that_it_reports():
+def test_a_criterion_corrects_its_choice_for_luck():
     parts = frames()
     plain = [float((part["chosen_score"] > 0).mean()) for part in parts]
     found = Criterion().without_luck(parts)

@@ -46,7 +46,7 @@ def run(*names: str, **keys):
     return sweep(words(**{"scorer": scorers, "interventions": "none", "output_file": "out/all.csv", **keys}))
 
 
-def test_each_set_has_the_results_of_a_sweep_of_its_own(here, monkeypatch):
+def test_each_set_has_results_of_its_own_sweep(here, monkeypatch):
     opened = []
     open_entry = FunctionEntry.open
     monkeypatch.setattr(FunctionEntry, "open", lambda self, run: opened.append(self.path) or open_entry(self, run))
@@ -71,7 +71,7 @@ def test_each_set_has_the_results_of_a_sweep_of_its_own(here, monkeypatch):
         build_report(["out/all.csv"], "report")
 
 
-def test_the_best_is_that_of_the_mean_or_of_the_set_that_is_named(here):
+def test_the_best_is_by_mean_or_named_set(here):
     Path("half.jsonl").write_text("".join(Path("short.jsonl").read_text().splitlines(keepends=True)[:3]))
     sets = {"data": ["short.jsonl", "half.jsonl", "long.jsonl"]}
     result = run(**sets)
@@ -93,7 +93,7 @@ def test_the_best_is_that_of_the_mean_or_of_the_set_that_is_named(here):
             run(**sets, metric_for_best=metric)
 
 
-def test_a_set_that_cannot_be_read_fails_by_name_alone(here, capsys):
+def test_an_unreadable_set_fails_by_name_alone(here, capsys):
     Path("broken.jsonl").write_text('{"prompt": "a"}\n')
     Path("suite.yaml").write_text("good: short.jsonl\nbad: {dataset_path: broken.jsonl}\ngone: absent.jsonl\n")
     line = words(scorer="python:suite_scorers.length", interventions="none", suite="suite.yaml", output_file="o.csv")
@@ -115,7 +115,7 @@ def sets_of(data_keys=None, **keys):
     return evaluation_sets(args, DataArguments(**(data_keys or {})))
 
 
-def test_a_suite_file_names_sets_with_keys_of_their_own(here):
+def test_a_suite_file_gives_sets_their_own_keys(here):
     Path("suite.yaml").write_text(
         """
 plain: long.jsonl

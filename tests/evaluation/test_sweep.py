@@ -61,7 +61,7 @@ def break_weights(folder: Path) -> None:
     os.truncate(folder / "model.safetensors", 1000)
 
 
-def test_scores_of_a_training_are_those_of_each_checkpoint_alone(run_folder, data):
+def test_scores_of_a_training_equal_separate_checkpoints(run_folder, data):
     keys = {"eval_batch_size": 2, "interventions": ["prompt", "blank_image"]}
     together = sweep(asked(run_folder, data, **keys))
     frames = []
@@ -111,7 +111,7 @@ def test_the_details_say_where_every_figure_came_from(run_folder, data):
     assert found["versions"]["torch"] == metadata.version("torch")
 
 
-def test_equal_scores_are_counted_apart_and_are_not_right(run_folder, data):
+def test_equal_scores_are_counted_apart_and_half(run_folder, data):
     scale_head(run_folder / "checkpoint-9", 0.0, 9)
     [row] = sweep(asked(run_folder / "checkpoint-9", data)).rows
     assert (row["preference_accuracy"], row["score_ties"], row["sample_count"]) == (0.5, 5, 5)
@@ -128,13 +128,13 @@ def test_equal_scores_are_counted_apart_and_are_not_right(run_folder, data):
         ({"benchmark": "hpdv2", "dataset_path": ["a", "b"]}, "2 copies"),
     ],
 )
-def test_keys_of_the_data_that_would_be_ignored_are_refused(keys, reason, run_folder, data):
+def test_data_keys_that_would_be_ignored_are_refused(keys, reason, run_folder, data):
     with pytest.raises(ConfigError, match=reason):
         sweep(asked(run_folder, "data/pairs.jsonl", **keys))
     assert not Path("results.csv").exists()
 
 
-def test_the_rows_that_a_training_held_out_can_be_evaluated(run_folder, here):
+def test_rows_that_a_training_held_out_are_evaluated(run_folder, here):
     data = colour_pairs(here / "many", 24, prompt=[f"Which colour is square {i}?" for i in range(24)])
     keys = {"eval_fraction": 0.25, "split_seed": 3}
     _, held_out = load_train_and_eval(DataArguments(dataset_path=[str(data)], **keys))
@@ -144,7 +144,7 @@ def test_the_rows_that_a_training_held_out_can_be_evaluated(run_folder, here):
     assert set(scored["comparison_id"]) == {row["comparison"].id for row in held_out}
 
 
-def test_a_broken_checkpoint_is_a_row_and_the_exit_code(run_folder, data, capsys):
+def test_a_broken_checkpoint_sets_row_and_exit_code(run_folder, data, capsys):
     break_weights(run_folder / "checkpoint-10")
     with pytest.raises(SystemExit) as stopped:
         cli.run(lambda: cli.evaluate(*asked(run_folder, data)))
@@ -157,7 +157,7 @@ def test_a_broken_checkpoint_is_a_row_and_the_exit_code(run_folder, data, capsys
     assert "model.safetensors" in rows[1]["error"] and rows[1]["preference_accuracy"] == ""
 
 
-def test_a_killed_sweep_continues_and_tries_the_failed_again(run_folder, data, here, monkeypatch):
+def test_a_killed_sweep_continues_and_retries_failures(run_folder, data, here, monkeypatch):
     shutil.copytree(run_folder / "checkpoint-9", here / "whole")
     break_weights(run_folder / "checkpoint-9")
     measure, measured = evaluate_module.measure, []
@@ -185,7 +185,7 @@ def test_a_killed_sweep_continues_and_tries_the_failed_again(run_folder, data, h
     assert len(rows) == 3 and not any(row["error"] for row in rows)
 
 
-def test_a_second_sweep_into_one_output_is_refused_and_loses_nothing(run_folder, data, monkeypatch):
+def test_a_second_sweep_into_one_output_is_refused(run_folder, data, monkeypatch):
     """As of one per GPU: each would write the rows that it knows, without the other's."""
     evaluate_entry = evaluate_module.evaluate_entry
 
@@ -216,7 +216,7 @@ def test_a_sweep_under_kill_leaves_whole_files(run_folder, data, here):
     assert len(sweep(asked(run_folder, data)).rows) == 3
 
 
-def test_results_of_other_data_or_settings_are_not_added_to(run_folder, data, here):
+def test_results_of_other_data_or_settings_stay_apart(run_folder, data, here):
     sweep(asked(run_folder / "checkpoint-9", data))
     before = Path("results.json").read_bytes()
     other = colour_pairs(here / "other", 4)
@@ -226,7 +226,7 @@ def test_results_of_other_data_or_settings_are_not_added_to(run_folder, data, he
     assert Path("results.json").read_bytes() == before
 
 
-def test_altered_bytes_inside_the_weights_are_an_error_and_no_other_score(run_folder, data):
+def test_altered_weight_bytes_are_an_error_not_scores(run_folder, data):
     weights = run_folder / "checkpoint-10" / "model.safetensors"
     assert [row["error"] for row in sweep(asked(run_folder, data)).rows] == [None] * 3
     size = weights.stat().st_size
@@ -242,7 +242,7 @@ def test_altered_bytes_inside_the_weights_are_an_error_and_no_other_score(run_fo
         assert set(errors.values()) == {None}
 
 
-def test_a_checkpoint_that_was_trained_again_is_evaluated_again(run_folder, data, monkeypatch):
+def test_a_checkpoint_trained_again_is_evaluated_again(run_folder, data, monkeypatch):
     before = {row["checkpoint"]: row["average_margin"] for row in sweep(asked(run_folder, data)).rows}
     scale_head(run_folder / "checkpoint-10", -1.0, step=10)
     load, loaded = checkpoint_module.load_checkpoint, []
@@ -278,7 +278,7 @@ def test_base_model_path_gives_an_adapter_its_base(here, data, train_here, tiny_
         ({"model_dirs": "run", "dataset_path": "data/pairs.jsonl", "output_file": "results.txt"}, r"\.csv"),
     ],
 )
-def test_nothing_to_evaluate_is_an_error_that_says_why(keys, said, run_folder, data):
+def test_nothing_to_evaluate_is_an_error_saying_why(keys, said, run_folder, data):
     with pytest.raises(ConfigError, match=said):
         sweep(words(**keys))
     assert not Path("results.json").exists()
@@ -297,7 +297,7 @@ def test_two_processes_score_as_one_does(run_folder, data, here):
     assert one == other
 
 
-def test_a_public_benchmark_is_scored_by_its_rule_beside_what_others_published(run_folder, here, capsys):
+def test_a_public_benchmark_is_scored_beside_published_figures(run_folder, here, capsys):
     rows = [
         {
             "id": f"{'RLAIF-V' if i % 2 else 'mathverse'}-{i}",

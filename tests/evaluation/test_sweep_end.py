@@ -63,7 +63,7 @@ def steps(folder: Path = Path("run")) -> list[str]:
 # Choosing ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_best_is_by_the_metric_that_was_asked_for(run_folder, data, monkeypatch, capsys):
+def test_the_best_is_by_the_requested_metric(run_folder, data, monkeypatch, capsys):
     first = sweep(asked(run_folder, data))
     assert first.choice and first.choice["value"] == max(row["preference_accuracy"] for row in first.rows)
     monkeypatch.setattr(sweep_module, "evaluate_entry", lambda *_: pytest.fail("everything has its row"))
@@ -98,7 +98,7 @@ def test_fail_under_is_of_the_metric(run_folder, data):
 # The scale of scores -------------------------------------------------------------------------------------------------
 
 
-def test_mean_and_spread_of_all_scores_are_saved_with_the_best(run_folder, data):
+def test_score_mean_and_spread_are_saved_with_best(run_folder, data):
     before = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
     result = sweep(asked(run_folder, data))
     assert result.choice is not None
@@ -130,7 +130,7 @@ def test_a_watched_training_is_evaluated_to_its_end(run_folder, data, monkeypatc
     assert not later and result.best is not None
 
 
-def test_ctrl_c_ends_a_watch_with_the_table_as_it_stands(run_folder, data, monkeypatch):
+def test_ctrl_c_ends_a_watch_keeping_its_table(run_folder, data, monkeypatch):
     shutil.rmtree(run_folder / "final")
 
     def interrupt(_):
@@ -156,7 +156,7 @@ def test_absent_data_are_refused_before_anything_is_written(run_folder, capsys, 
 @pytest.mark.parametrize(
     ("keys", "code", "said"), [({"data": "empty.jsonl"}, 3, "no rows"), ({"group_by": "language"}, 2, "group_by")]
 )
-def test_data_that_cannot_be_used_are_every_row_s_error(run_folder, data, capsys, keys, code, said):
+def test_unusable_data_become_the_error_of_every_row(run_folder, data, capsys, keys, code, said):
     write_rows(Path("empty.jsonl"), [])
     words = asked(run_folder, **{"data": data, **keys})
     with pytest.raises(SystemExit) as stopped:
@@ -172,7 +172,7 @@ def test_data_that_cannot_be_used_are_every_row_s_error(run_folder, data, capsys
     assert Path("results.json").read_bytes() == before, "figures are never replaced by an error"
 
 
-def test_a_score_that_is_no_number_is_a_row(run_folder, data, tiny_reward_model, capsys):
+def test_a_nonfinite_score_is_reported_as_a_row(run_folder, data, tiny_reward_model, capsys):
     shutil.rmtree(run_folder / "checkpoint-2")
     scaled(tiny_reward_model, run_folder / "checkpoint-2", math.nan)
     with pytest.raises(CheckpointError, match="1 of 3 could not be evaluated"):

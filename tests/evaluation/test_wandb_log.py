@@ -34,7 +34,7 @@ def results(tmp_path, monkeypatch) -> Iterator[Path]:
     wandb.teardown()
 
 
-def test_a_run_has_the_figures_the_table_and_the_page(results, tmp_path, capsys):
+def test_a_run_has_figures_and_table_and_page(results, tmp_path, capsys):
     output = tmp_path / "report"
     output.joinpath("plots").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(output / "plots/of_an_earlier_report.png")

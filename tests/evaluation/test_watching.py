@@ -40,7 +40,7 @@ def watched(time: Time, *model_dirs: Path, timeout: float = 3 * INTERVAL):
     return watch(dirs, "checkpoint-*", timeout=timeout, wait=time.wait, clock=time.clock)
 
 
-def test_checkpoints_come_once_each_when_they_are_whole_until_the_training_has_finished(tmp_path):
+def test_whole_checkpoints_come_once_until_training_finishes(tmp_path):
     run = tmp_path / "run"
     first, second, third = (run / f"checkpoint-{step}" for step in (9, 10, 100))
     time = Time(
@@ -61,13 +61,13 @@ def test_every_training_must_have_finished(tmp_path):
     assert list(watched(time, one, other)) == [one / "checkpoint-1", other / "checkpoint-5"]
 
 
-def test_a_checkpoint_itself_is_no_training_to_wait_for(tmp_path):
+def test_a_checkpoint_itself_is_not_waited_for(tmp_path):
     checkpoint(tmp_path / "best")
     time = Time()
     assert list(watched(time, tmp_path / "best")) == [tmp_path / "best"] and time.now == 0
 
 
-def test_nothing_new_for_long_ends_it_and_says_so(tmp_path, caplog):
+def test_a_watch_ends_when_nothing_new_comes(tmp_path, caplog):
     run = tmp_path / "run"
     time = Time(lambda: checkpoint(run / "checkpoint-1"))
     found = watched(time, run)
@@ -79,7 +79,7 @@ def test_nothing_new_for_long_ends_it_and_says_so(tmp_path, caplog):
     assert "No new checkpoint for 0.75 minutes" in caplog.text
 
 
-def test_a_sweep_beside_a_training_leaves_out_what_is_being_written(tmp_path, caplog):
+def test_a_sweep_beside_training_skips_unfinished_checkpoints(tmp_path, caplog):
     checkpoint(tmp_path / "checkpoint-1")
     checkpoint(tmp_path / "checkpoint-2", complete=False)
     args: Any = SimpleNamespace(checkpoint_pattern="checkpoint-*")

@@ -70,13 +70,13 @@ def named(families: Sequence[Tiny]) -> Any:
     )
 
 
-def test_no_image_text_family_of_the_library_is_left_out():
+def test_every_image_text_family_of_transformers_is_listed():
     library = {config.model_type for config in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}
     assert library <= {family.model_type for family in FAMILIES}
 
 
 @named(SCORED)
-def test_the_renderers_tokens_and_pixels_are_those_of_the_processors_own_call(family):
+def test_rendered_tokens_and_pixels_match_the_processor(family):
     errors: list[Exception] = []
     for name, conversations in cases_of(family).items():
         with naming(errors, name):
@@ -93,7 +93,7 @@ def test_the_renderers_tokens_and_pixels_are_those_of_the_processors_own_call(fa
 
 
 @named(SCORED)
-def test_scores_and_gradients_are_those_of_the_familys_own_forward(family, monkeypatch):
+def test_scores_and_gradients_match_the_family_forward(family, monkeypatch):
     processor, errors = processor_of(family), []
     model = family.make_model(processor)
     expected = {}
@@ -125,7 +125,7 @@ def test_scores_and_gradients_are_those_of_the_familys_own_forward(family, monke
 
 
 @named(SCORED)
-def test_a_downloaded_checkpoint_loads_whole_and_proves_what_it_is(family, tmp_path):
+def test_a_downloaded_checkpoint_loads_whole_and_proves_itself(family, tmp_path):
     """In the library's own layout; transformers maps the names of some families' weights."""
     processor = processor_of(family)
     own = family.make_model(processor).float()
@@ -184,7 +184,7 @@ def assert_equal_gradients(ours: dict[str, torch.Tensor], own: dict[str, torch.T
 
 
 @named([family for family in FAMILIES if family.model_type in ("gemma3", "hunyuan_vl", "qwen3_5")])
-def test_scores_of_a_padded_batch_do_not_depend_on_its_company(family):
+def test_padded_batch_scores_do_not_depend_on_neighbours(family):
     """HunYuan's own positions count the images of the whole batch."""
     processor = processor_of(family)
     model = family.make_model(processor)
@@ -197,7 +197,7 @@ def test_scores_of_a_padded_batch_do_not_depend_on_its_company(family):
 
 
 @named([family for family in FAMILIES if family.model_type in ("glm4v", "molmo2")])
-def test_images_and_videos_in_one_batch_are_refused_in_a_sentence(family):
+def test_batches_mixing_images_and_videos_are_refused(family):
     processor = processor_of(family)
     model = family.make_model(processor)
     rendered = [*rendered_of(family, "image"), *rendered_of(family, "video")]
@@ -216,7 +216,7 @@ def test_shared_keys_refuse_reentrant_checkpointing(kind):
 
 
 @named([family for family in FAMILIES if family.model_type == "fast_vlm"])
-def test_an_images_features_do_not_depend_on_others_in_training(family):
+def test_image_features_ignore_other_images_in_training(family):
     """FastVLM's tower has batch norms."""
     model = family.make_model(processor_of(family)).train()
     norms = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)]

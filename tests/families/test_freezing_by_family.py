@@ -79,7 +79,7 @@ def under(model: RewardModel, paths: Sequence[str]) -> tuple[str, ...]:
     return tuple(f"model.{path}." for path in paths)
 
 
-def test_adapters_are_of_the_linear_layers_of_each_part(model):
+def test_adapters_are_on_linear_layers_of_each_part(model):
     """As peft chooses them; a layer that is called past its module cannot be adapted."""
     towers, mergers = under(model, model.family.towers), under(model, model.family.mergers)
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -104,7 +104,7 @@ class Linear4bit(nn.Linear):
         super().__init__(inputs, outputs, bias)
 
 
-def test_4_bits_are_for_the_language_model_and_nothing_else(model, monkeypatch):
+def test_4_bits_are_for_the_language_model_only(model, monkeypatch):
     """As transformers replaces layers, counted by part; it runs last, as the model is another one then."""
     monkeypatch.setattr(
         "transformers.integrations.bitsandbytes.bnb",

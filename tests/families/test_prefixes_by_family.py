@@ -54,7 +54,7 @@ def reads_rows(model: Any) -> bool:
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, id=f.model_type) for f in SCORED])
-def test_scores_do_not_depend_on_what_was_scored_before(family):
+def test_scores_do_not_depend_on_earlier_ones(family):
     processor, errors = processor_of(family), []
     model = family.make_model(processor)
     plain, kept = batcher_for(model, processor, "shared"), Streamed(model, processor)

@@ -46,7 +46,7 @@ def read_part(part) -> object:
         (Image("a.png"), Image("a.png")),
     ],
 )
-def test_a_part_in_any_words_is_one_of_the_types(part, expected):
+def test_a_part_in_any_spelling_gets_its_type(part, expected):
     assert read_part(part) == expected
 
 
@@ -150,7 +150,7 @@ def test_a_conversation_stays_itself():
         ([{"path": "a.png"}, "b.png"], ("a.png", "b.png")),
     ],
 )
-def test_a_reference_is_the_bytes_or_else_the_path(value, expected):
+def test_a_reference_is_bytes_or_else_a_path(value, expected):
     assert read_reference(value) == expected
 
 

@@ -64,7 +64,7 @@ def test_a_verdict_that_is_not_sure_is_none(verdict):
         ("_1 _2", "preference_strength", 0, "tie"),
     ],
 )
-def test_a_number_counts_the_answers_where_that_is_sure(ends, column, value, better):
+def test_a_number_names_its_answer_where_certain(ends, column, value, better):
     assert winner(read(ends, **{column: value})) == better
 
 
@@ -78,25 +78,25 @@ def test_a_number_counts_the_answers_where_that_is_sure(ends, column, value, bet
         ("_1 _2", "preference_strength", -100),
     ],
 )
-def test_a_number_that_may_be_a_truth_value_is_not_read(ends, column, value):
+def test_a_number_possibly_a_truth_value_is_refused(ends, column, value):
     with pytest.raises(RowError, match="which does not say whether"):
         read(ends, **{column: value})
 
 
-def test_a_label_of_another_kind_does_not_matter_beside_a_verdict_or_scores():
+def test_unrelated_labels_never_override_a_verdict_or_scores():
     assert winner(read(winner="b", label="food")) == "b"
     assert winner(read(label="food", score_a=1, score_b=2)) == "b"
     with pytest.raises(RowError, match="`winner` and `preference` do not agree"):
         read(winner="b", preference="a", score_a=1, score_b=2)
 
 
-def test_what_was_read_as_the_verdict_stays_a_figure_of_the_row():
+def test_a_verdict_column_stays_among_the_row_figures():
     columns = read("_1 _2", preference_strength=2, model_1="m", preference_statement="It is.").columns
     assert columns == {"preference_strength": 2, "model_1": "m", "preference_statement": "It is."}
 
 
 @pytest.mark.parametrize("column", ["prompt", "messages", "conversations"])
-def test_a_prompt_that_ends_with_an_answer_is_refused(column):
+def test_a_prompt_ending_with_an_answer_is_refused(column):
     turns = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Eggs."}]
     with pytest.raises(RowError, match="ends with an answer"):
         read_row({column: turns, "chosen": "Eggs.", "rejected": "Soup."}, "r", str)
@@ -122,7 +122,7 @@ def test_ratings_of_several_raters(values, raters):
     "values",
     [[[3, 1], [2, 2]], [[3, 1], [2]], {"ann": [3]}, [[], []], [None, 1], [[3, None], [1, 2]], "3 1", [True, False]],
 )
-def test_ratings_that_are_not_one_for_each_answer_are_refused(values):
+def test_ratings_must_be_one_for_each_answer(values):
     with pytest.raises(RowError, match="`scores`"):
         by_rater(values, "scores", 2)
 

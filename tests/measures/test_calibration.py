@@ -46,7 +46,7 @@ def test_reliability_is_the_loop_over_bins():
     assert calibration_error(MARGINS) == pytest.approx(error)
 
 
-def test_sure_pairs_fall_in_the_outer_bins_and_score_ties_in_the_middle():
+def test_sure_pairs_fill_outer_bins_and_ties_middle():
     table = reliability(margins := np.array([1000.0, 0.0]))
     assert [row.count for row in table] == [1, 0, 0, 0, 0, 2, 0, 0, 0, 1]
     assert calibration_error(margins) == 0

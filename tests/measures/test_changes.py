@@ -47,7 +47,7 @@ CHANGED = {name: intervention(ROW, DONORS) for name, intervention in INTERVENTIO
 
 
 @pytest.mark.parametrize("name", INTERVENTIONS)
-def test_it_changes_its_part_alone_and_the_same_way_every_time(name):
+def test_an_intervention_changes_its_part_alone_and_repeatably(name):
     before = pickle.dumps(ROW)
     changed, again = CHANGED[name], INTERVENTIONS[name](ROW, DONORS)
     assert pickle.dumps(ROW) == before, "the row itself is left as it is"
@@ -58,7 +58,7 @@ def test_it_changes_its_part_alone_and_the_same_way_every_time(name):
 
 
 @pytest.mark.parametrize("family", ["image", "frames", "quality"])
-def test_images_and_frames_keep_their_number_and_size_and_texts_stay(family):
+def test_changed_images_and_frames_keep_number_and_size(family):
     for name in named([family]):
         changed = CHANGED[name]
         assert text_of(changed.prompt) == text_of(ROW.prompt)
@@ -85,7 +85,7 @@ def test_degraded_pictures_are_still_recognised():
     assert changes.smaller(original).size == (140, 140)
 
 
-def test_answers_that_are_images_are_painted_and_degraded_but_not_exchanged():
+def test_image_answers_are_painted_and_degraded_never_exchanged():
     drawn = replace(ROW, answers=(answer(Image(picture())), answer(Image(picture()))))
     for name in ("blank_image", "compressed_image"):
         assert INTERVENTIONS[name](drawn, DONORS).answers != drawn.answers
@@ -95,7 +95,7 @@ def test_answers_that_are_images_are_painted_and_degraded_but_not_exchanged():
         assert INTERVENTIONS[name](drawn, DONORS) is None
 
 
-def test_a_video_file_is_read_as_it_is_scored_and_then_painted(tmp_path):
+def test_a_video_file_is_painted_as_scored(tmp_path):
     import av
 
     path = tmp_path / "clip.mp4"
@@ -131,7 +131,7 @@ def test_the_question_alone_is_exchanged_or_left_out():
     assert INTERVENTIONS["swapped_question"](ROW, same) is None, "the same question is no other one"
 
 
-def test_of_a_dialogue_the_last_question_is_exchanged_where_it_stands():
+def test_the_last_question_of_a_dialogue_is_exchanged():
     first = (Message.of("user", Image(picture()), "Hello."), Message.of("assistant", "Yes?"))
     last = Message.of("user", "See ", Image(picture()), " and say why.")
     row = replace(ROW, prompt=(*first, last))
@@ -141,14 +141,14 @@ def test_of_a_dialogue_the_last_question_is_exchanged_where_it_stands():
     assert swapped.prompt[2].text == "How many are there, 1?"
 
 
-def test_two_donors_give_two_swaps_and_one_of_another_kind_none():
+def test_two_donors_give_two_swaps_of_one_kind():
     first, second = (references(CHANGED[name].prompt) for name in ("swapped_image", "swapped_image_again"))
     assert first == references(DONORS[0].prompt) and second == references(DONORS[1].prompt)
     assert INTERVENTIONS["swapped_image_again"](ROW, DONORS[:1]) is None
     assert INTERVENTIONS["swapped_image"](ROW, [asked(3, "Why?", Image(picture()))]) is None, "it has no video"
 
 
-def test_only_the_longest_text_of_an_answer_is_rewritten_and_none_is_none():
+def test_only_the_longest_text_of_answers_is_rewritten():
     interleaved = answer("A. ", Image(picture()), "This is the text itself.")
     row = replace(ROW, answers=(interleaved, answer(Image(picture()))))
     changed = INTERVENTIONS["agreeing_answers"](row)
@@ -162,7 +162,7 @@ def test_lengths_are_matched():
     assert max(len(text_of(a)) for a in ROW.answers) == max(lengths) and max(lengths) - min(lengths) < 12
 
 
-def test_reversed_answers_carry_their_judgements_and_scores_go_back():
+def test_reversed_answers_carry_judgements_and_restore_scores():
     row = replace(ROW, answers=(*ROW.answers, answer("c")), judgements=(Judgement((0, 1, 2), (3, 2, 1)),))
     changed = INTERVENTIONS["reversed_answers"](row)
     assert changed.answers == row.answers[::-1] and changed.ratings == (1, 2, 3)
@@ -170,21 +170,21 @@ def test_reversed_answers_carry_their_judgements_and_scores_go_back():
     assert INTERVENTIONS["padded_answers"].in_branches([1, 2, 3]) == [1, 2, 3]
 
 
-def test_the_margin_of_an_attack_is_over_the_rejected_answer_decorated():
+def test_attack_margins_compare_against_the_decorated_rejected_answer():
     result = ScoredComparisons([ROW], [[2.0, 1.0]], [{"padded_answers": [9.0, 5.0], "stripped_markdown": [9.0, 5.0]}])
     pairs = PairArrays(scored_frame(result))
     assert pairs.altered_margins("padded_answers").tolist() == [2.0 - 5.0]
     assert pairs.altered_margins("stripped_markdown").tolist() == [9.0 - 5.0]
 
 
-def test_words_of_the_key_are_names_families_and_groups():
+def test_interventions_are_named_by_name_family_or_group():
     assert named(["all"]) == list(INTERVENTIONS) and named(["none"]) == []
     assert named(["style", "blank_image"]) == ["blank_image", *named(["style"])]
     with pytest.raises(ConfigError, match="did you mean blank_image"):
         named(["blank_imgae"])
 
 
-def test_a_sample_has_whole_prompts_and_about_its_size_and_grows_with_it():
+def test_a_sample_has_whole_prompts_and_grows_nested():
     rows = [asked(i, f"What is number {i // 2}?") for i in range(2000)]
     drawn = {share: {row.id for row in rows if is_sampled(row, share)} for share in (0.1, 0.3, 1.0)}
     assert len(drawn[1.0]) == 2000 and drawn[0.1] < drawn[0.3]

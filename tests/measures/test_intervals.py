@@ -43,7 +43,7 @@ def jackknifed(figure: Callable[[np.ndarray], float]) -> float:
         (Temperature(X + 1), lambda i: fitted_temperature(X[i] + 1), 0.05),
     ],
 )
-def test_a_figure_and_its_error_are_those_of_leaving_out_one_prompt_at_a_time(figure: Figure, plain, tolerance):
+def test_figures_and_errors_match_the_jackknife_over_prompts(figure: Figure, plain, tolerance):
     found = figure.estimate(NAMES)
     assert found.value == pytest.approx(plain(np.arange(COUNT)))
     assert found.standard_error == pytest.approx(jackknifed(plain), rel=tolerance)
@@ -65,7 +65,7 @@ def test_a_mean_of_single_rows_has_students_interval():
     assert (of_mean.low, of_mean.high) == pytest.approx((students.low, students.high))
 
 
-def test_rows_of_little_weight_do_not_narrow_an_interval():
+def test_lightly_weighted_rows_do_not_narrow_an_interval():
     rng, sets, covered = np.random.default_rng(0), 300, 0
     weights = np.where(np.arange(100) % 4, 0.05, 1.0)
     for _ in range(sets):
@@ -76,7 +76,7 @@ def test_rows_of_little_weight_do_not_narrow_an_interval():
     assert all_right.low == pytest.approx(wilson(30, 30).low, abs=0.01)
 
 
-def test_no_change_and_no_mistake_leave_room_for_what_was_not_seen():
+def test_perfect_figures_leave_room_for_the_unseen():
     none = Mean(np.zeros(30), scale="difference").estimate(np.arange(30))
     assert -0.1 < none.low < -0.05 and 0.05 < none.high < 0.1
     all_right = Mean(np.ones(300), scale="share").estimate(np.arange(300) // 10)
@@ -122,7 +122,7 @@ def figures(margins: np.ndarray, rng: np.random.Generator) -> dict[str, Figure]:
 
 
 @pytest.mark.parametrize(("prompts", "answers"), [(10, 9), (20, 4), (50, 2)])
-def test_intervals_cover_the_truth_as_often_as_they_say(prompts: int, answers: int):
+def test_intervals_cover_the_truth_at_their_stated_rate(prompts: int, answers: int):
     rng, sets = np.random.default_rng(prompts + 1), 250
     truth = {name: figure.influence().value for name, figure in figures(lists(rng, 2000, answers)[0], rng).items()}
     covered = dict.fromkeys(truth, 0)
@@ -136,7 +136,7 @@ def test_intervals_cover_the_truth_as_often_as_they_say(prompts: int, answers: i
 
 
 @pytest.mark.parametrize("temperature", [1.0, 3.0])
-def test_the_calibration_error_of_a_small_set_is_not_taken_at_its_face(temperature: float):
+def test_calibration_errors_of_small_sets_are_corrected(temperature: float):
     """What chance adds is no error: the plain figure of a calibrated model is far above zero."""
     rng, covered, above = np.random.default_rng(1), 0, 0
 

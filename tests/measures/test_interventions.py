@@ -20,7 +20,7 @@ def question(number: int, images: list[str], chosen="It is red.", rejected="It i
     return {"prompt": prompt, "images": images, "chosen": chosen, "rejected": f"{rejected} {number}"}
 
 
-def test_a_donor_has_none_of_the_row_s_pictures_in_whatever_order():
+def test_a_donor_shares_no_picture_in_any_order():
     """Pairs of pictures, each in both orders, and two rows about each."""
     couples = [(f"{i}.png", f"{i}_.png") for i in range(64)]
     dataset = rows_of([question(i, list(some)) for i, (a, b) in enumerate(couples) for some in ((a, b), (b, a))])
@@ -30,7 +30,7 @@ def test_a_donor_has_none_of_the_row_s_pictures_in_whatever_order():
         assert len(donors) == 2 and len(shown) == len({*shown}), "nor has the second donor any of the first's"
 
 
-def test_a_copy_of_the_row_s_picture_under_another_name_is_no_donor(tmp_path):
+def test_a_renamed_copy_of_the_picture_never_donates(tmp_path):
     paths = []
     for number, colour in enumerate(["red", "red", "red", "blue"]):
         paths.append(str(tmp_path / f"{number}.png"))
@@ -47,7 +47,7 @@ def test_rows_with_equal_answers_still_have_donors():
     assert all(donors_of(row["comparison"], place, dataset) for place, row in enumerate(dataset))
 
 
-def test_donors_are_of_the_row_s_category_with_as_many_images_where_some_are_near():
+def test_donors_share_category_and_image_count_when_near():
     """Sixteen rows in turn of three categories, with one image or two; the three others of each kind are all there."""
     dataset = [
         {"index": i, "comparison": replace(row["comparison"], category=f"category {i % 3}")}
@@ -61,7 +61,7 @@ def test_donors_are_of_the_row_s_category_with_as_many_images_where_some_are_nea
     assert len(donors_of(alone, 5, dataset)) == 2, "else any"
 
 
-def test_a_mirror_is_no_donor_even_where_it_is_the_only_row_of_the_category():
+def test_a_mirror_is_no_donor_even_if_alone():
     first, mirror = (question(0, [f"{i}.png"], "It is red.", "It is blue.") for i in range(2))
     mirror |= {"chosen": first["rejected"], "rejected": first["chosen"]}
     dataset = rows_of([first, mirror, *(question(i, [f"{i}.png"], f"It is {i}.", prompt="Why?") for i in range(2, 6))])

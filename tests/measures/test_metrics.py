@@ -22,13 +22,13 @@ PAIRS = scored_pairs(
 )
 
 
-def test_every_pair_of_every_comparison_counts_the_better_first():
+def test_every_pair_of_comparisons_puts_the_better_first():
     assert PAIRS["comparison_id"].tolist() == ["a", "b", "c", "tie", "list", "list", "list"]
     margins = (PAIRS["chosen_score"] - PAIRS["rejected_score"])[~PAIRS["tie"]]
     np.testing.assert_allclose(margins, [1.0, -1.0, 0.0, 0.2, 0.1, 0.1])
 
 
-def test_the_table_counts_ties_of_people_and_of_scores_apart():
+def test_the_table_counts_rating_and_score_ties_apart():
     margins = [1.0, -1.0, 0.0, 0.2, 0.1, 0.1]
     mean = sum(margins) / 6
 

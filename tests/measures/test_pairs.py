@@ -38,7 +38,7 @@ def test_questions_about_one_image_are_one_cluster(cluster_by: str | None, clust
     assert frame["cluster"].nunique() == clusters
 
 
-def test_several_raters_of_a_pair_are_one_row_of_their_mean():
+def test_several_raters_of_a_pair_are_averaged():
     raters = [Judgement((0, 1), (1, 0), weight=0.25), Judgement((0, 1), (0, 1), weight=0.75)]
     comparison = Comparison("r", (), ((Message.of("assistant", "A"),), (Message.of("assistant", "B"),)), raters)
     frame = scored_pairs([comparison], [[0.5, 1.5]])

@@ -42,7 +42,7 @@ def named(name: str) -> Planted:
     return next(each for each in (*GUILTY, *INNOCENT) if each.name == name)
 
 
-def test_grey_alone_decides_where_the_answers_are_nothing_but_images():
+def test_grey_images_alone_decide_for_image_answers():
     margins = np.random.default_rng(0).normal(0.583, 1, 300)
     images = {"chosen_length": 0, "rejected_length": 0, "chosen_pixels": 3136, "rejected_pixels": 3136}
     grey = pair_frame(margins, blank_image_chosen=0.0, blank_image_rejected=0.0, **images)
@@ -57,7 +57,7 @@ def test_pairs_as_they_are_accuse_nobody():
     assert audit(frame.assign(rejected_length=200)) == []
 
 
-def test_data_of_one_question_cannot_tell_whether_it_is_needed():
+def test_data_of_one_question_cannot_tell():
     same = {f"no_question_{side}": value for side, value in (("chosen", 1.0), ("rejected", 0.0))}
     frame = pair_frame(np.ones(300), **same)
     assert of(audit(frame.assign(prompt_text=frame["cluster"])), "no_question").state == "not reliant"
@@ -84,7 +84,7 @@ def test_a_finding_has_its_numbers():
     assert finding.p_value < 0.05 and 0.05 < finding.detectable < 0.25
 
 
-def test_no_pair_that_changes_is_no_proof_among_few():
+def test_few_pairs_without_change_prove_nothing():
     def blind(n: int) -> Finding:
         same = {f"swapped_image_{side}": value for side, value in (("chosen", 1.0), ("rejected", 0.0))}
         return of(audit(pair_frame(np.ones(n), **same)), "swapped_image")
@@ -93,7 +93,7 @@ def test_no_pair_that_changes_is_no_proof_among_few():
     assert "12 clusters are too few" in blind(12).reason
 
 
-def test_prompts_that_an_intervention_never_touched_are_no_witnesses():
+def test_prompts_an_intervention_never_touched_are_no_evidence():
     """Of four hundred prompts four have a picture, whose hundred pairs each all rest on it."""
     prompts = [f"prompt-{i}" for i in range(396)] + [f"picture-{i % 4}" for i in range(400)]
     changed = np.where(np.arange(796) < 396, np.nan, RNG.normal(0, 1, 796))

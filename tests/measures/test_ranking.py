@@ -43,7 +43,7 @@ def test_without_an_order_there_is_no_correlation():
     assert (kendall_within(*equal), spearman_within(*equal)) == (0, 0)
 
 
-def test_best_of_n_is_the_mean_over_every_draw():
+def test_best_of_n_is_the_mean_over_draws():
     curve = best_of_n(SCORES, RATINGS, GROUPS)
     assert curve.shape == (12, 3, 6)
     for of_list, (s, r) in zip(curve, lists(), strict=True):

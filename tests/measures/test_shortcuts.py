@@ -39,7 +39,7 @@ def holds(estimate: Estimate, value: float) -> bool:
     return estimate.low <= value <= estimate.high
 
 
-def test_a_model_that_looks_loses_its_accuracy_without_images():
+def test_a_model_that_looks_loses_accuracy_without_images():
     found = shortcuts(
         scored(MERIT, blank_image=np.zeros(COUNT), swapped_image=np.random.default_rng(1).normal(size=COUNT))
     )
@@ -61,12 +61,12 @@ def test_a_model_that_prefers_length_is_exposed():
     assert abs(fair["accuracy_chosen_longer"].value - fair["accuracy_chosen_shorter"].value) < 0.1
 
 
-def test_length_baseline_gives_half_for_equal_lengths_and_nothing_for_images():
+def test_length_baseline_halves_ties_and_ignores_images():
     frame = pair_frame(np.ones(5), chosen_length=[9, 4, 5, 8, 0], rejected_length=[3, 6, 5, 1, 0])
     assert shortcuts(frame)["length_baseline_accuracy"].value == 2.5 / 4
 
 
-def test_a_model_that_keeps_its_preference_under_other_prompts_does_not_rely_on_them():
+def test_keeping_preference_under_other_prompts_shows_no_reliance():
     found = shortcuts(scored(MERIT, swapped_prompt=MERIT))
     assert found["prompt_reliance"] == pytest.approx((0, 0, 0, 0, len(MERIT), len(MERIT)))
     assert found["swapped_prompt_margin"].value == pytest.approx(MERIT.mean())
@@ -88,7 +88,7 @@ def test_pairs_that_people_tied_do_not_count():
     assert [e.value for e in found.values()] == pytest.approx([e.value for e in kept.values()], nan_ok=True)
 
 
-def test_scores_that_follow_the_size_or_number_of_images():
+def test_score_correlations_follow_image_size_and_number():
     pixels = np.random.default_rng(1).integers(1000, 90_000, (COUNT, 2))
     images = np.random.default_rng(1).integers(0, 4, COUNT)
     columns = {"chosen_pixels": pixels[:, 0], "rejected_pixels": pixels[:, 1], "images": images}

@@ -34,7 +34,7 @@ def test_it_is_the_intercept_of_a_logistic_regression():
     assert found.standard_error == pytest.approx(found.value * (1 - found.value) * error, rel=0.05)
 
 
-def test_a_model_that_loves_length_is_no_better_than_its_merit():
+def test_style_control_removes_the_gain_of_length():
     """Longer answers are chosen in 80 %, and the model likes length as much as merit."""
     longer = np.where(RNG.random(4000) < 0.8, 1, -1) * RNG.integers(20, 150, 4000)
     merit = RNG.normal(0, 1, 4000)
@@ -44,7 +44,7 @@ def test_a_model_that_loves_length_is_no_better_than_its_merit():
     assert of["style_controlled_accuracy"]["value"] < 0.6
 
 
-def test_a_shortcut_that_fails_takes_the_accuracy_with_it():
+def test_accuracy_degrades_where_a_shortcut_fails():
     shortcut = RNG.normal(0.5, 1, 500)
     frame = pair_frame(shortcut + 0.3 * RNG.normal(size=500), blank_image_chosen=shortcut, blank_image_rejected=0.0)
     right = frame["chosen_score"] > 0

@@ -33,7 +33,7 @@ def adapter(tiny_checkpoint, tmp_path_factory) -> tuple[Path, torch.Tensor]:
     return folder, save_adapter(folder, tiny_checkpoint)
 
 
-def test_adapts_every_linear_layer_of_the_language_model_and_no_other(tiny_checkpoint):
+def test_adapters_cover_exactly_the_language_model_linear_layers(tiny_checkpoint):
     model = load_for_training(tiny_checkpoint)
     linear = {
         f"{name}.lora_A.default.weight"
@@ -57,7 +57,7 @@ def test_named_layers_are_those_of_the_language_model(tiny_checkpoint):
 
 
 @pytest.mark.parametrize("head", ["linear", "mlp"])
-def test_adapter_and_merged_model_score_as_the_run_did(tiny_checkpoint, tmp_path, head):
+def test_adapter_and_merged_model_score_like_training(tiny_checkpoint, tmp_path, head):
     expected = save_adapter(tmp_path / "adapter", tiny_checkpoint, head)
     plain = load_for_training(tiny_checkpoint, head=head)
     assert (scores(plain, load_processor(tiny_checkpoint)) - expected).abs().max() > 0.01
@@ -75,13 +75,13 @@ def test_adapter_and_merged_model_score_as_the_run_did(tiny_checkpoint, tmp_path
     assert verify_complete(folder)["step"] == 7
 
 
-def test_an_adapter_on_a_reward_model_brings_its_own_head(tiny_reward_model, tmp_path):
+def test_an_adapter_on_reward_models_brings_its_head(tiny_reward_model, tmp_path):
     expected = save_adapter(tmp_path, tiny_reward_model)
     opened = load_checkpoint(tmp_path)
     torch.testing.assert_close(scores(opened.model, opened.processor), expected, atol=1e-6, rtol=0)
 
 
-def test_the_base_may_be_named_relatively_and_may_have_moved(tiny_checkpoint, tmp_path, monkeypatch):
+def test_the_adapter_base_may_be_relative_or_moved(tiny_checkpoint, tmp_path, monkeypatch):
     shutil.copytree(tiny_checkpoint, tmp_path / "base")
     monkeypatch.chdir(tmp_path)
     expected = save_adapter(tmp_path / "adapter", Path("base"))
@@ -120,7 +120,7 @@ def without_weight(adapter: Path, folder: Path, name: str) -> Path:
     return folder
 
 
-def test_an_adapter_is_not_scored_on_another_base_of_equal_shape(train_here, tiny_checkpoint, tmp_path):
+def test_an_adapter_is_not_scored_on_another_base(train_here, tiny_checkpoint, tmp_path):
     base = Path(shutil.copytree(tiny_checkpoint, tmp_path / "base"))
     trained = train_here(colour_pairs(tmp_path / "data", 4), model=base, use_peft=True, max_steps=1).model_dir
     wrong_base = make_tiny(tmp_path / "other", seed=1)
@@ -136,7 +136,7 @@ def test_an_adapter_is_not_scored_on_another_base_of_equal_shape(train_here, tin
         load_checkpoint(trained)
 
 
-def test_a_base_of_the_hub_is_opened_at_the_revision_of_the_training(train_here, tmp_path, monkeypatch):
+def test_a_hub_base_opens_at_the_training_revision(train_here, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     kept = tmp_path / "hub" / "models--org--name"
     (kept / "refs").mkdir(parents=True)

@@ -58,7 +58,7 @@ def test_names_on_disk_are_the_names_in_memory(tiny_checkpoint, tmp_path, head):
     assert set(saved) == set(model.state_dict())
 
 
-def test_opens_with_transformers_alone_and_names_what_vllm_looks_for(tiny_checkpoint, tmp_path):
+def test_checkpoints_open_with_transformers_alone_and_suit_vllm(tiny_checkpoint, tmp_path):
     processor = AutoProcessor.from_pretrained(tiny_checkpoint)
     model = load_for_training(tiny_checkpoint)
     model.save_pretrained(tmp_path)
@@ -74,7 +74,7 @@ def test_opens_with_transformers_alone_and_names_what_vllm_looks_for(tiny_checkp
     assert "score.bias" not in weights
 
 
-def test_other_architectures_go_through_the_factory_and_say_so(tmp_path, caplog, monkeypatch):
+def test_other_architectures_use_the_factory_and_say_so(tmp_path, caplog, monkeypatch):
     monkeypatch.delitem(families.BY_MODEL_TYPE, "llava")
     reward_model._class_for.cache_clear()
     language_model = AutoModelForImageTextToText.from_config(tiny_llava())

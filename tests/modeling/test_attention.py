@@ -40,7 +40,7 @@ TWO, THREE = "flash_attention_2", "flash_attention_3"
         ({"two": True, "three": True}, "sdpa", "sdpa", None),
     ],
 )
-def test_a_name_is_the_kernel_or_the_next_that_is_here(machine, caplog, machine_has, name, kernel, line):
+def test_attention_names_resolve_to_the_next_available_kernel(machine, caplog, machine_has, name, kernel, line):
     machine(**machine_has)
     with caplog.at_level(logging.WARNING, "vlmrm"):
         assert resolve_attention(name) == resolve_attention(name) == kernel

@@ -127,7 +127,7 @@ VALUE_HEAD = {"v_head.summary.weight": torch.ones(1, 128), "v_head.summary.bias"
 
 @pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
 @pytest.mark.parametrize(("save", "name"), [(save_file, "value_head.safetensors"), (torch.save, "rm_head.pt")])
-def test_a_trained_head_in_its_own_file_is_named(language_model, load, save, name):
+def test_a_trained_head_in_another_file_is_named(language_model, load, save, name):
     """LLaMA-Factory's layout, in which Skywork-VL-Reward is published, and its like."""
     save(VALUE_HEAD, language_model / name)
     with pytest.raises(CheckpointError, match=rf"trained head in {name}.*vlmrm import"):
@@ -203,7 +203,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path, load):
             load(path)
 
 
-def test_without_a_network_what_was_fetched_before_is_the_checkpoint(tmp_path, monkeypatch):
+def test_without_network_the_fetched_files_are_the_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     kept = tmp_path / "models--org--name"
     (kept / "snapshots" / "c0ffee").mkdir(parents=True)

@@ -84,7 +84,7 @@ def expected(mixture, batches):
     return library_loss(opened(mixture, "reference"), batches[0])
 
 
-def test_a_shared_batch_has_the_librarys_loss_of_the_padded_one(mixture, batches, expected):
+def test_a_shared_batch_has_the_padded_balancing_loss(mixture, batches, expected):
     assert_same(balanced(opened(mixture, "reference"), batches[0]), expected)
     assert_same(balanced(opened(mixture), batches[1]), expected)
 

@@ -121,7 +121,7 @@ def test_a_model_without_finite_scores_is_refused(tiny_checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_mlp_head_and_a_filled_folder_are_refused(tiny_checkpoint, tiny_reward_model, tmp_path):
+def test_an_mlp_head_or_filled_folder_is_refused(tiny_checkpoint, tiny_reward_model, tmp_path):
     with pytest.raises(CheckpointError, match=r"the head of .* is mlp, .*head: linear"):
         export(reward_model(tmp_path / "mlp", tiny_checkpoint, head="mlp"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

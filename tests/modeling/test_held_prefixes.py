@@ -87,7 +87,7 @@ words = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 @pytest.mark.parametrize("name", RULES)
 @given(st.lists(words, min_size=1, max_size=4), st.lists(words, min_size=1, max_size=3))
 @settings(max_examples=25)
-def test_every_kernel_attends_to_what_is_held_as_to_the_row(name, prompts, answers):
+def test_every_kernel_attends_held_prefixes_like_whole_rows(name, prompts, answers):
     row = Row(prompts, answers)
     assert row.layout.before == sum(1 + len(prompt) for prompt in prompts[::2])
     expected = row.expected(name)
@@ -105,7 +105,7 @@ def test_every_kernel_attends_to_what_is_held_as_to_the_row(name, prompts, answe
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("name", RULES)
-def test_flex_attention_has_a_mask_of_the_held_keys_too(name, monkeypatch):
+def test_flex_attention_masks_the_held_keys_too(name, monkeypatch):
     row = Row([[1, 2, 0, 1], [0, 2], [2]], [[1, 1], [1, 2, 0]])
     monkeypatch.setattr(kernels, "compiled_flex", lambda: flex_attention)
     output = flex(*row.states, row.layout, row.rule(name), 0.3, None, None)

@@ -95,7 +95,7 @@ def test_checkpoints_come_in_natural_order(tmp_path):
 @pytest.mark.parametrize(
     ("error", "said"), [(GatedRepoError, "is gated: ask for access"), (RepositoryNotFoundError, "a private one")]
 )
-def test_a_model_that_one_may_not_read_says_how_to_log_in(error, said, monkeypatch):
+def test_an_inaccessible_model_says_how_to_log_in(error, said, monkeypatch):
     def refuse(*args, **keys):
         raise error("401 Client Error.", response=SimpleNamespace(headers={}, request=None))
 
@@ -105,7 +105,7 @@ def test_a_model_that_one_may_not_read_says_how_to_log_in(error, said, monkeypat
         find_file("google/gemma-9", "config.json")
 
 
-def test_a_digest_names_what_scores_depend_on_and_nothing_else(tmp_path, tiny_reward_model):
+def test_a_digest_covers_only_what_scores_depend_on(tmp_path, tiny_reward_model):
     copy = Path(shutil.copytree(tiny_reward_model, tmp_path / "elsewhere"))
     digest = checkpoint_digest(copy)
     assert digest == checkpoint_digest(tiny_reward_model)
@@ -128,7 +128,7 @@ def test_a_digest_names_what_scores_depend_on_and_nothing_else(tmp_path, tiny_re
         checkpoint_digest(tmp_path)
 
 
-def test_hashing_can_be_switched_off_and_a_line_says_so(tiny_reward_model, tmp_path, caplog):
+def test_hashing_can_be_switched_off_with_a_notice(tiny_reward_model, tmp_path, caplog):
     copy = shutil.copytree(tiny_reward_model, tmp_path / "copy")
     digest = load_checkpoint(copy).digest
     weights = bytearray((copy / "model.safetensors").read_bytes())

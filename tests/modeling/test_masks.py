@@ -123,7 +123,7 @@ conversations = st.lists(
 @pytest.mark.parametrize("name", RULES)
 @given(conversations, st.integers(0, 2**31))
 @settings(max_examples=15, deadline=None)
-def test_each_conversation_has_the_attention_that_it_has_alone(name, lists, seed):
+def test_each_conversation_has_its_attention_alone(name, lists, seed):
     row = Row(lists, seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(masks, "QUERIES", 3)
@@ -136,7 +136,7 @@ BRANCHES = [[0, 10, 1, 1, 2, 2], [0, 10, 1, 1, 11, 0, 0], [0, 10, 1, 1, 2, 0, 1,
 
 @pytest.mark.parametrize("keywords", [{"softcap": 0.7}, {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}])
 @pytest.mark.parametrize("name", ["causal", "window", "images"])
-def test_soft_caps_and_sinks_are_those_of_the_library(name, keywords):
+def test_soft_caps_and_sinks_match_the_library(name, keywords):
     row = Row(BRANCHES, seed=0)
     assert len(row.tokens) < sum(map(len, row.paths))
     expected = row.expected(name, gpt_oss_attention if "s_aux" in keywords else gemma2_attention, **keywords)
@@ -150,7 +150,7 @@ def test_without_the_rule_the_output_is_another(name):
     assert (attend(row, None) - row.expected(name, gemma2_attention)).abs().max() > 1e-2
 
 
-def test_gradients_of_sinks_and_states_are_those_of_the_library():
+def test_sink_and_state_gradients_match_the_library():
     row = Row(BRANCHES, seed=0)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
     leaves = [sinks, *(state.requires_grad_() for state in row.states)]
@@ -167,7 +167,7 @@ def test_gradients_of_sinks_and_states_are_those_of_the_library():
 # What is refused.
 
 
-def test_a_token_may_not_see_what_only_some_of_its_conversations_have():
+def test_prefix_tokens_attending_to_later_tokens_are_refused():
     """All images of a conversation are one block in Molmo 2, and the whole prompt is in PaliGemma."""
     row = Row(BRANCHES, seed=0)
     blocks = torch.where(row.kinds() == 1, 0, -1)

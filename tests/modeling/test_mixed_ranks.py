@@ -11,7 +11,7 @@ from tests import preloaded
 FAMILIES = ("qwen2_5_vl", "qwen3_5", "qwen3_vl_moe", "ernie4_5_vl_moe", "llama4")
 
 
-def test_a_batch_of_texts_on_one_rank_does_not_hang_the_other():
+def test_a_text_batch_never_hangs_the_other_rank():
     program = Path(__file__).with_name("two_ranks.py")
     launch = [preloaded.python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run([*launch, program, *FAMILIES], capture_output=True, text=True, timeout=300)

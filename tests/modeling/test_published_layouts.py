@@ -118,7 +118,7 @@ ONE_OF_EACH = {Published.read(name).layout: name for name in reversed(NAMES)}.va
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_weight_of_a_published_checkpoint_has_its_place(name, tmp_path):
+def test_every_published_weight_has_its_place(name, tmp_path):
     """At its real size on the meta device, by the library's own renaming, merging and tying of weights."""
     published = Published.read(name)
     shapes = published.shapes()
@@ -169,7 +169,7 @@ def place_of(name: str) -> tuple[Any, ...]:
     return bool(re.search("vis", name)), *re.findall(r"\d+", name), *name.split(".")[-2:]
 
 
-def test_embeddings_that_are_missing_are_not_made_up_where_they_are_tied(tmp_path):
+def test_missing_tied_embeddings_are_not_made_up(tmp_path):
     published = Published.read("qwen2.5-vl-3b").shrunk(tied=True)
     weights = published.weights()
     del weights["model.embed_tokens.weight"]

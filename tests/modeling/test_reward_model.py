@@ -47,7 +47,7 @@ def test_score_does_not_depend_on_company_or_padding(model, processor):
         torch.testing.assert_close(scores(model, processor, SAMPLES[::-1], side).flip(0), alone, atol=1e-5, rtol=0)
 
 
-def test_score_is_the_head_on_the_last_hidden_state(checkpoint, processor):
+def test_score_is_the_head_on_the_last_state(checkpoint, processor):
     model = load_for_training(checkpoint, head="mlp").eval()
     weights = dict(model.named_parameters())
     for sample in SAMPLES[:4]:
@@ -107,7 +107,7 @@ def test_half_precision_keeps_the_head_exact(tiny_checkpoint, tmp_path, dtype, h
     assert not torch.equal(logits, logits.to(dtype).float())
 
 
-def test_touching_vision_gives_every_weight_a_gradient_and_changes_no_score(model, processor):
+def test_touching_vision_gives_gradients_without_changing_scores(model, processor):
     batch = batch_of(processor, SAMPLES[4:6])
     untouched = gradients(model, **batch)
     expected = model(**batch).logits

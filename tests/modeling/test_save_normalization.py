@@ -37,7 +37,7 @@ def test_four_fields_change_and_nothing_else(folder):
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2])
-def test_a_kill_after_any_write_leaves_a_whole_checkpoint(folder, writes, monkeypatch):
+def test_a_kill_after_any_write_leaves_checkpoints_whole(folder, writes, monkeypatch):
     write_json, done = manifest.write_json, []
 
     def killed(path, content):

@@ -70,21 +70,21 @@ def test_a_model_that_does_not_see_is_refused(request, tiny_reward_model, build)
         assert str(tiny_reward_model) in str(refused.value)
 
 
-def test_a_wrong_shared_batch_is_refused_and_the_reference_goes(broken, tiny_reward_model):
+def test_only_reference_batching_survives_a_wrong_shared_batch(broken, tiny_reward_model):
     for load in (load_checkpoint, load_scorer):
         with pytest.raises(CheckpointError, match=WRONG):
             load(tiny_reward_model)
     load_scorer(tiny_reward_model, batching="reference")
 
 
-def test_a_shared_batch_that_ends_in_an_error_is_refused(monkeypatch, tiny_reward_model):
+def test_a_shared_batch_ending_in_error_is_refused(monkeypatch, tiny_reward_model):
     monkeypatch.setattr(kernels, "along", None)
     with pytest.raises(CheckpointError, match=r"wrong for .* it ends in TypeError: .*; write batching: reference"):
         load_checkpoint(tiny_reward_model)
 
 
 @pytest.mark.parametrize("build", ["blind", "broken"])
-def test_switched_off_it_loads_and_a_line_says_so(request, tiny_reward_model, caplog, build):
+def test_a_switched_off_check_loads_with_one_notice(request, tiny_reward_model, caplog, build):
     request.getfixturevalue(build)
     load_scorer(tiny_reward_model, check_sight=False)
     assert caplog.text.count(UNCHECKED) == 1
@@ -97,7 +97,7 @@ def test_every_family_passes_in_every_type(tmp_path, arch, dtype, caplog):
     assert not [line for line in caplog.messages if "check_sight" in line]
 
 
-def test_a_family_without_tests_is_padded_where_its_proof_fails_but_not_later(broken, tiny_checkpoint, monkeypatch):
+def test_an_untested_family_failing_its_proof_is_padded(broken, tiny_checkpoint, monkeypatch):
     monkeypatch.delitem(BY_MODEL_TYPE, "qwen2_5_vl")
     model, processor = load_for_training(tiny_checkpoint), load_processor(tiny_checkpoint)
     assert isinstance(batcher_for(model, processor, "shared"), PaddedBatcher), "nothing is proved yet"

@@ -203,7 +203,7 @@ def test_with_lora_on_a_state_layer(checkpoint):
     assert any("linear_attn" in name and "lora" in name for name in results[1][1])
 
 
-def test_in_bfloat16_the_error_is_of_the_same_order(checkpoint):
+def test_bfloat16_errors_match_those_of_padded_batches(checkpoint):
     case = CASES["irrelevant branches"]
     exact = both(checkpoint, case)[0][0]
     padded, shared = (scores for scores, _ in both(checkpoint, case, dtype=torch.bfloat16))

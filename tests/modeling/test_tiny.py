@@ -51,7 +51,7 @@ def test_equal_seeds_write_equal_bytes(tmp_path):
     assert (first / "model.safetensors").read_bytes() != (third / "model.safetensors").read_bytes()
 
 
-def test_a_tiny_reward_model_scores_from_the_command_line_on(tmp_path):
+def test_a_tiny_reward_model_scores_from_command_line(tmp_path):
     command = ["init-tiny", str(tmp_path / "reward"), "--reward", "--seed", "3"]
     cli.app(command, exit_on_error=False, result_action="return_value")
     made = make_tiny_reward_model(tmp_path / "same", seed=3)

@@ -70,7 +70,7 @@ def later(folder: Path) -> None:
         os.utime(path, (status.st_atime, status.st_mtime - 60))
 
 
-def test_scores_and_gradients_are_equal_and_hits_do_not_run_the_tower(checkpoint, tmp_path):
+def test_cache_hits_keep_scores_without_running_the_tower(checkpoint, tmp_path):
     batch = batch_of(AutoProcessor.from_pretrained(checkpoint), SAMPLES)
     results = []
     for cached in (False, True, True):
@@ -92,7 +92,7 @@ def test_scores_and_gradients_are_equal_and_hits_do_not_run_the_tower(checkpoint
             torch.testing.assert_close(cached_gradients[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
 
 
-def test_what_is_sharded_over_ranks_is_entered_in_every_batch(tiny_checkpoint, tmp_path):
+def test_sharded_towers_run_in_every_batch_despite_caching(tiny_checkpoint, tmp_path):
     """Under ZeRO-3 a rank whose images are all cached gathers the tower's weights with the others."""
     processor, model = AutoProcessor.from_pretrained(tiny_checkpoint), frozen(tiny_checkpoint)
     batches = [picture_batch(processor, "red"), batch_of(processor, [conversation("What?", "A text.")])]
@@ -136,7 +136,7 @@ def test_other_weights_types_sizes_or_pixels_are_computed(tiny_checkpoint, tmp_p
 
 
 @pytest.mark.parametrize("damage", ["cut", "one byte changed"])
-def test_a_broken_file_is_computed_anew_with_one_warning(tiny_checkpoint, tmp_path, caplog, damage):
+def test_a_broken_file_is_recomputed_with_one_warning(tiny_checkpoint, tmp_path, caplog, damage):
     batch = picture_batch(AutoProcessor.from_pretrained(tiny_checkpoint), "red", "blue")
     model = frozen(tiny_checkpoint)
     expected = score(model, batch)
@@ -154,7 +154,7 @@ def test_a_broken_file_is_computed_anew_with_one_warning(tiny_checkpoint, tmp_pa
     assert {path: path.read_bytes() for path in stored(tmp_path)} == intact
 
 
-def test_a_full_cache_loses_what_was_used_longest_ago(tiny_checkpoint, tmp_path):
+def test_a_full_cache_drops_the_least_recently_used(tiny_checkpoint, tmp_path):
     processor, model = AutoProcessor.from_pretrained(tiny_checkpoint), frozen(tiny_checkpoint)
     batches = {colour: picture_batch(processor, colour) for colour in ("red", "green", "blue", "white")}
     model.use_vision_cache(tmp_path / "one")

@@ -116,7 +116,7 @@ def source(tmp_path) -> Path:
     return tmp_path / "rm"
 
 
-def test_the_verb_writes_a_checkpoint_that_the_verbs_open(source, tmp_path, capsys):
+def test_import_writes_a_checkpoint_that_other_verbs_open(source, tmp_path, capsys):
     out = str(tmp_path / "out")
     cli.app(["import", str(source), "--output", out], result_action="return_value")
     assert "value_head, output score" in "".join(capsys.readouterr())
@@ -167,7 +167,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_cannot_be_carried_is_named_and_leaves_nothing(source, fault):
+def test_what_cannot_be_imported_is_named_leaving_nothing(source, fault):
     change, options, message = FAULTS[fault]
     change(source)
     with pytest.raises((CheckpointError, ConfigError), match=message):
@@ -214,7 +214,7 @@ def test_adapters_need_the_base_of_their_training(made, tmp_path):
 
 
 @pytest.mark.parametrize("load", [load_checkpoint, load_for_training])
-def test_a_head_that_is_not_used_points_to_the_import(made, load):
+def test_an_unused_trained_head_points_to_import(made, load):
     for case in (SKYWORK, BY_WHO["LLaMA-Factory, `value_head.bin`"], BY_WHO["TRL, `v_head.*` in shards"]):
         with pytest.raises(CheckpointError, match=r"`vlmrm import .* --output DIR`"):
             load(made(case)[0].source)
@@ -227,7 +227,7 @@ def test_a_shard_outside_the_checkpoint_is_refused(tmp_path, shard):
         weight_files(tmp_path)
 
 
-def test_the_trained_head_of_a_plain_layout_is_the_start_of_training(made):
+def test_a_trained_head_in_plain_layout_starts_training(made):
     assert torch.equal(load_for_training(made(SWIFT)[0].source).score.weight, SCORE["score.weight"])
     assert load_for_training(made(SKYWORK)[1]).score.bias.item() == pytest.approx(0.7)
 

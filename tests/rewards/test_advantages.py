@@ -40,7 +40,7 @@ def test_gdpo(global_std):
 
 @pytest.mark.parametrize("method", ["sum", "gdpo"])
 @pytest.mark.parametrize("value", [0.1, 0.3, 1e9])
-def test_constant_rewards_and_groups_of_one_have_no_advantage(method, value):
+def test_constant_rewards_and_lone_samples_have_no_advantage(method, value):
     assert advantages({"a": np.full(5, value)}, {"a": 1.0}, [0, 0, 0, 1, 2], method).tolist() == [0.0] * 5
 
 
@@ -52,13 +52,13 @@ def test_a_missing_reward_neither_rewards_nor_punishes():
         np.testing.assert_allclose(found, advantages(without, {"a": 1.0, "judge": 1.0}, ["p"] * 4, method))
 
 
-def test_a_judge_that_was_down_for_a_whole_group_changes_nothing_between_its_samples():
+def test_a_judge_down_for_a_group_changes_nothing():
     rewards = {"a": np.array([1.0, 2.0, 1.0, 2.0]), "judge": np.array([np.nan, np.nan, 5.0, 9.0])}
     found = advantages(rewards, {"a": 1.0, "judge": 1.0}, [0, 0, 1, 1], "sum", global_std=False)
     np.testing.assert_allclose(found, [-1, 1, -1, 1])
 
 
-def test_a_sample_without_any_reward_has_none_and_is_in_no_statistic():
+def test_a_sample_without_reward_enters_no_statistic():
     rewards = {"a": np.array([1.0, np.nan, 3.0])}
     np.testing.assert_allclose(advantages(rewards, {"a": 1.0}, [0, 0, 0], "sum"), [-1, 0, 1])
     assert advantages({"a": np.full(2, np.nan)}, {"a": 1.0}, [0, 0]).tolist() == [0.0, 0.0]
@@ -70,7 +70,7 @@ def test_group_ids_of_64_bits_stay_apart():
     np.testing.assert_allclose(found, [-1, -1, 1, 1])
 
 
-def test_a_function_puts_rewards_together_and_its_answer_is_checked():
+def test_a_custom_aggregation_function_is_used_and_checked():
     def best(rewards, weights, groups):
         return (rewards["a"] == rewards["a"].max()) * weights["a"]
 

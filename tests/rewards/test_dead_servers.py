@@ -60,7 +60,7 @@ def scored(*config: list[dict], size: int = ROUND) -> Rewards:
 
 
 @pytest.mark.smoke
-def test_all_rewards_of_a_server_that_answers_errors_share_one_breaker(start):
+def test_rewards_of_one_failing_server_share_a_breaker(start):
     server = start()
     outcome = scored(judges(server.url, "one", "two"), services(server.url, "three", "four"))
     assert all(np.isnan(values).all() for values in outcome.rewards.values())
@@ -70,7 +70,7 @@ def test_all_rewards_of_a_server_that_answers_errors_share_one_breaker(start):
         assert "not asked, since" in outcome.failures[name][ROUND - 1] and "503" in outcome.failures[name][0]
 
 
-def test_a_service_that_refuses_connections_is_not_asked_by_others(start):
+def test_a_refusing_service_is_not_asked_by_others(start):
     server = start()
     rewards = RewardSet(services(server.url, "one", "two") + judges(server.url, "three"))
     server.close()
@@ -81,7 +81,7 @@ def test_a_service_that_refuses_connections_is_not_asked_by_others(start):
         assert all("not asked, since" in reason and "refused" in reason for reason in outcome.failures[name].values())
 
 
-def test_a_server_that_takes_calls_and_never_answers_is_waited_for_once(start):
+def test_a_silent_server_is_waited_for_once(start):
     with socket.create_server(("127.0.0.1", 0), backlog=512) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         outcome = scored(judges(url, "one", "two", silence=0.5, timeout=600.0))
@@ -97,14 +97,14 @@ def test_a_service_that_falls_silent_costs_one_timeout(start, monkeypatch):
     assert all("not asked, since" in reason for reason in outcome.failures["two"].values())
 
 
-def test_a_judge_that_thinks_for_long_but_lives_is_waited_for(start, monkeypatch):
+def test_a_slow_judge_that_lives_is_waited_for(start, monkeypatch):
     monkeypatch.setattr("vlmrm.rewards.servers.PING_AFTER", 0.05)
     server = start(lambda *_: YES if all(server.pings.acquire(timeout=60) for _ in range(3)) else error(500))
     outcome = scored(judges(server.url, "one", silence=0.3, max_retries=0), size=1)
     assert outcome.failures["one"] == {}
 
 
-def test_a_model_that_fails_does_not_silence_another_of_its_server_nor_a_bad_key_a_good_one(start):
+def test_failing_models_or_keys_silence_no_others(start):
     def answer(body, number):
         if "bad" in server.headers[number]["authorization"]:
             return error(401)

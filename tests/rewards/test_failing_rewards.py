@@ -66,7 +66,7 @@ def test_advantages_with_faults_are_those_without(fault, share):
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
-def test_what_adapters_hand_to_a_framework_s_own_grpo_pays_no_fault(share):
+def test_adapter_failures_pay_nothing_under_framework_grpo(share):
     """As `TRLReward` and `VlmrmORM` settle failures; TRL leaves out a group of None alone."""
     broken = failed(share)
     scores = LOGITS.copy()
@@ -77,7 +77,7 @@ def test_what_adapters_hand_to_a_framework_s_own_grpo_pays_no_fault(share):
     assert abs((advantages - grpo(LOGITS))[whole].mean()) < 0.05
 
 
-def test_a_round_does_not_wait_for_a_judge_that_is_slow():
+def test_a_round_does_not_wait_for_slow_judges():
     settings = {"async_reward": True, "batch_size": 1, "num_workers": 64, "size": 400}
     try:
         advantages = round_of("slow", 0.05, **settings, deadline=0.5)
@@ -123,7 +123,7 @@ class Numbers(PointwiseRewardModel):
         return RewardModelOutput(rewards=[float(value) for value in values])
 
 
-def test_metrics_tell_of_signal_saturation_and_a_held_out_reward():
+def test_metrics_tell_signal_saturation_and_held_out_reward():
     columns = {"proxy": (0, 1.0), "same": (1, 1.0), "real": (2, 0.0)}
     config = [
         {"name": name, "reward_model": f"{__name__}.Numbers", "column": column, "weight": weight, "on_failure": "mask"}

@@ -65,7 +65,7 @@ def test_no_policy_forgives_what_breaks_the_contract(policy, model, images, mess
 
 
 @pytest.mark.parametrize("lacking", [0, 1, 2])
-def test_a_sample_without_the_image_that_its_group_has_fails_alone(lacking):
+def test_a_sample_lacking_its_group_image_fails_alone(lacking):
     images = [PICTURE] * 3
     images[lacking] = None
     scored = RewardSet(one(Shown, on_failure="mask"))(prompt=["a"] * 3, image=images, groups=[0] * 3)
@@ -81,7 +81,7 @@ def test_a_sample_without_the_image_that_its_group_has_fails_alone(lacking):
         ("respnse", "response"),
     ],
 )
-def test_a_column_under_another_name_is_not_left_out_unseen(name, meant):
+def test_a_misnamed_column_is_refused_with_a_suggestion(name, meant):
     """Where the answer is left out, the image would be taken for it, and every answer get the same score."""
     rewards = RewardSet(one("tests.rewards.reward_examples.Answered"))
     with pytest.raises(RewardError, match=f"a column {name}, .* did you mean {meant}"):
@@ -94,7 +94,7 @@ def test_groups_that_cannot_be_told_apart_are_refused():
         RewardSet(one(Shown))(prompt=["a"], groups=[[0]])
 
 
-def test_of_image_and_video_one_is_enough_for_a_reward_that_takes_either():
+def test_image_or_video_suffices_where_either_is_taken():
     rewards = RewardSet({"reward_model": f"{__name__}.Either"})
     given = {"image": [PICTURE, None, PICTURE], "video": [None, [PICTURE] * 3, None]}
     assert rewards(prompt=["a"] * 3, **given).rewards["default"].tolist() == [1.0, 3.0, 1.0]

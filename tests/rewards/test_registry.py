@@ -43,14 +43,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_reward_of_an_installed_package_is_found_by_its_name_in_any_case():
+def test_an_installed_package_reward_is_found_by_name():
     scored = RewardSet({"reward_model": "vowels"})(prompt=["a cat", "sky"])
     assert scored.rewards["default"].tolist() == [2.0, 0.0]
     assert reward_model_class("VOWELS").__module__ == "letter_rewards"
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_package_cannot_take_the_name_of_a_built_in_reward():
+def test_packages_cannot_take_the_name_of_built_ins():
     assert reward_model_class("remote_pointwise") is RemotePointwiseRewardModel
 
 

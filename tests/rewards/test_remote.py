@@ -99,7 +99,7 @@ def test_answers_in_words_are_sent(start):
     assert [body["response"] for body in server.bodies] == [["Red.", "No."]]
 
 
-def test_a_group_is_one_request_whatever_the_batch_size(start):
+def test_a_group_is_one_request_whatever_batch_size(start):
     server = start(prefix="/ranking")
     rewards = remote(server.url, "vlmrm.rewards.remote.RemoteGroupwiseRewardModel", batch_size=1)
     scored = rewards(prompt=["a", "b", "a"], image=pictures(40, 30, 50), groups=[0, 1, 0])
@@ -108,7 +108,7 @@ def test_a_group_is_one_request_whatever_the_batch_size(start):
     assert [body["prompt"] for body in server.bodies] == [["a", "a"], ["b"]]
 
 
-def test_what_passes_is_asked_again_and_the_server_says_when(start, waits):
+def test_transient_faults_are_retried_when_the_server_says(start, waits):
     server = start()
     later = format_datetime(datetime.now(UTC) + timedelta(seconds=55))
     server.faults.extend([(503, "", {"Retry-After": "7"}), (429, "", {"Retry-After": later})])
@@ -136,7 +136,7 @@ def test_what_passes_is_asked_again_and_the_server_says_when(start, waits):
         ((200, '{"rewards": [null]}'), "sample 0: its reward is None"),
     ],
 )
-def test_what_cannot_pass_is_an_error_at_once_with_the_servers_words(start, waits, fault, message):
+def test_permanent_faults_end_at_once_quoting_the_server(start, waits, fault, message):
     server = start()
     server.faults.append(fault)
     with pytest.raises(RewardError, match=message):
@@ -144,7 +144,7 @@ def test_what_cannot_pass_is_an_error_at_once_with_the_servers_words(start, wait
     assert len(server.bodies) == 1
 
 
-def test_a_server_that_stays_away_is_an_error_and_can_be_masked(start, waits):
+def test_a_server_staying_away_errors_or_is_masked(start, waits):
     server = start()
     server.faults.extend([(503, "queue full")] * 6)
     with pytest.raises(RewardError, match=r"reward far: .*queue full \(asked 3 times"):
@@ -163,7 +163,7 @@ def test_patience_outlasts_a_server_that_is_away(start, waits):
     assert reward == 40 and len(server.bodies) == 7
 
 
-def test_a_reward_that_refuses_everything_is_gone_after_three_rounds(start):
+def test_a_reward_refusing_everything_ends_after_three_rounds(start):
     server = start()
     far = remote(server.url, on_failure="mask", max_missing=0.9)
     server.faults.extend([(400, '{"error": "too long"}')] * 2)
@@ -195,7 +195,7 @@ def test_another_server_takes_over_without_waiting(start, waits):
     assert (len(broken.bodies), len(well.bodies), waits) == (1, 4, [])
 
 
-def test_it_waits_for_a_server_that_is_not_ready(start, waits):
+def test_a_reward_waits_for_an_unready_server(start, waits):
     server = start()
     server.health.extend([503, 503])
     rewards = remote(server.url, wait_seconds=60)
@@ -203,7 +203,7 @@ def test_it_waits_for_a_server_that_is_not_ready(start, waits):
     assert rewards(prompt=["a"], image=pictures(40)).rewards["far"].tolist() == [40]
 
 
-def test_a_server_that_is_not_there_is_an_error_unless_another_is(start, nowhere, caplog):
+def test_an_absent_server_is_fatal_unless_another_answers(start, nowhere, caplog):
     well = start()
     with pytest.raises(RewardError, match=rf"{nowhere}/health cannot be reached .*refused"):
         remote(nowhere)
@@ -233,7 +233,7 @@ def test_a_prompt_that_is_no_text_fails_alone(start):
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_round_that_is_refused_for_good_ends_with_the_server_s_words(start, status):
+def test_a_round_refused_for_good_quotes_the_server(start, status):
     server = start()
     far = remote(server.url, on_failure="mask", batch_size=1)
     server.faults.extend([(status, '{"error": "who are you?"}')] * 2)

@@ -20,7 +20,7 @@ def one(model: str, **settings) -> dict:
     return {"name": settings.pop("name", "one"), "reward_model": f"{HERE}.{model}", **settings}
 
 
-def test_pointwise_rewards_come_in_order_and_in_batches_of_the_name():
+def test_pointwise_rewards_keep_order_and_own_batch_sizes():
     rewards = RewardSet([one("Length", batch_size=2), one("Length", name="two", batch_size=3)])
     scored = rewards(prompt=["a", "bbb", "cc", "", "eeeee"])
     assert scored.rewards["one"].tolist() == scored.rewards["two"].tolist() == [1, 3, 2, 0, 5]
@@ -28,7 +28,7 @@ def test_pointwise_rewards_come_in_order_and_in_batches_of_the_name():
     assert rewards.rewards[0].model.calls == [2, 2, 1, 3, 2]
 
 
-def test_equal_settings_share_a_model_over_both_blocks_and_others_do_not():
+def test_equal_settings_share_a_model_across_blocks():
     models = Models()
     blocks = {"rewards": [one("Length", offset=1.0)], "eval_rewards": [one("Length", extra_kwargs={"offset": 1.0})]}
     train, evaluation = RewardSet(blocks, models=models), RewardSet(blocks, block="eval_rewards", models=models)
@@ -38,7 +38,7 @@ def test_equal_settings_share_a_model_over_both_blocks_and_others_do_not():
     assert len(models) == 2
 
 
-def test_an_evaluation_without_rewards_of_its_own_has_those_of_training():
+def test_an_evaluation_without_rewards_uses_those_of_training():
     blocks = {"rewards": [one("Length")], "eval_rewards": None}
     assert [each.arguments.name for each in RewardSet(blocks, block="eval_rewards").rewards] == ["one"]
     with pytest.raises(ConfigError, match="eval_rewards must hold one or more rewards"):
@@ -67,7 +67,7 @@ def test_samples_of_a_round_may_come_in_parts():
     assert scored.rewards["rank"].tolist() == [0, 1, 1, 0]
 
 
-def test_media_arrive_as_the_model_wants_them_and_only_where_they_are():
+def test_media_arrive_as_the_model_wants_them():
     white, grey = Image.new("RGB", (32, 28), "white"), Image.new("RGB", (28, 32), (51, 51, 51))
     scored = RewardSet(one("Brightness"))(
         prompt=["a", "b", "c"],
@@ -114,7 +114,7 @@ def test_columns_that_do_not_fit_are_refused(prompt, image, message):
         (["good", 1], "sample 0: its reward is 'good'"),
     ],
 )
-def test_what_is_no_reward_is_an_error_and_never_shifted_or_broadcast(answer, message):
+def test_what_is_no_reward_is_an_error(answer, message):
     with pytest.raises(RewardError, match=message):
         RewardSet(one("Answers", rewards=answer))(prompt=["a", "b"])
 
@@ -130,7 +130,7 @@ def test_masked_rewards_are_missing_and_counted(asynchronous, caplog):
     assert scored.metrics()["rewards/one/mean"] == 1.0
 
 
-def test_a_fallback_is_what_was_asked_for_and_counted():
+def test_a_requested_fallback_is_used_and_counted():
     settings = {"batch_size": 1, "on_failure": "fallback", "fallback_reward": -1.0}
     scored = RewardSet(one("Down", **settings))(prompt=["up", "down"])
     assert scored.rewards["one"].tolist() == [1.0, -1.0]
@@ -155,7 +155,7 @@ def test_a_broken_picture_costs_its_own_sample_alone():
     np.testing.assert_array_equal(scored.rewards["one"], [np.nan, 1.0])
 
 
-def test_a_reward_that_changes_its_pictures_changes_those_of_no_other():
+def test_changing_its_pictures_affects_no_other_reward():
     picture = Image.new("RGB", (32, 28))
     scored = RewardSet([one("Shrinking"), one("Width", name="width")])(prompt=["a", "b"], image=[picture, picture])
     assert scored.rewards["width"].tolist() == [32, 32] and picture.width == 32

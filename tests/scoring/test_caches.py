@@ -88,7 +88,7 @@ def test_scores_with_caches_are_those_without(folders, arch):
         torch.testing.assert_close(scorer.score(conversations), expected, rtol=0, atol=1e-5)
 
 
-def test_a_later_answer_costs_its_own_tokens_and_no_picture(kept):
+def test_a_later_answer_costs_only_its_own_tokens(kept):
     later = [conversation(png(0), answer) for answer in ("two", "three", "four")]
     kept.score([conversation(png(0), "one")])
     with counted(kept) as counts:
@@ -98,7 +98,7 @@ def test_a_later_answer_costs_its_own_tokens_and_no_picture(kept):
     assert counts["tokens"] <= sum(len(item) - item.prompt for item in kept.rendered(later))
 
 
-def test_another_question_about_a_picture_runs_no_tower_until_caches_are_cleared(kept):
+def test_another_question_runs_no_tower_until_caches_clear(kept):
     kept.score([conversation(png(0), "one")])
     for images in (0, 1):
         with counted(kept) as counts:
@@ -107,7 +107,7 @@ def test_another_question_about_a_picture_runs_no_tower_until_caches_are_cleared
         kept.clear_caches()
 
 
-def test_another_picture_in_the_same_file_is_not_taken_for_the_first(kept, tmp_path):
+def test_another_picture_in_one_file_is_seen(kept, tmp_path):
     file = tmp_path / "picture.bmp"
     scores = []
     for seed in (0, 1):
@@ -118,7 +118,7 @@ def test_another_picture_in_the_same_file_is_not_taken_for_the_first(kept, tmp_p
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-6)
 
 
-def test_the_bytes_of_all_that_is_kept_stay_in_the_budget(folders):
+def test_everything_kept_stays_within_the_byte_budget(folders):
     unbounded = open_scorer(folders["qwen2_5_vl"])
     expected = [unbounded.score([conversation(png(seed), "two")])[0] for seed in range(6)]
     budget = int(2.5 * unbounded.cache.size / 6)
@@ -140,7 +140,7 @@ def test_a_scorer_says_whether_it_keeps_prompts(folders, options, said):
     assert open_scorer(folders["qwen2_5_vl"], **options).prompts_kept == said
 
 
-def test_gradients_of_pictures_do_not_come_from_a_cache(kept):
+def test_picture_gradients_do_not_come_from_caches(kept):
     pictures = torch.rand(2, 3, 84, 84, requires_grad=True)
     prompt = [{"role": "user", "content": "Draw a digit."}]
     for _ in range(2):

@@ -64,7 +64,7 @@ def assert_scores(found: pd.DataFrame, scores: list[list[float]]) -> None:
         assert list(mine) == pytest.approx(theirs, abs=1e-5)
 
 
-def test_every_branch_of_every_row_has_the_scorer_s_score(job, scorer, tmp_path):
+def test_every_branch_has_the_score_of_the_scorer(job, scorer, tmp_path):
     pairs, lists = colour_pairs(tmp_path / "p", 6), colour_lists(tmp_path / "l", 5)
     work = job(pairs, lists)
     assert score_offline(work) == Summary(rows=11, errors=0)
@@ -74,7 +74,7 @@ def test_every_branch_of_every_row_has_the_scorer_s_score(job, scorer, tmp_path)
     assert len(list(work.output.glob("*.parquet"))) == 3
 
 
-def test_plain_tables_and_conversations_are_scored_as_they_say(job, scorer, tmp_path):
+def test_plain_tables_and_conversations_are_scored_as_written(job, scorer, tmp_path):
     image = square(tmp_path, 1)
     rows = [
         {"prompt": "Which colour?", "images": [image], "response": "green"},
@@ -109,7 +109,7 @@ def broken_rows(folder: Path) -> Path:
     return write_rows(folder / "broken.jsonl", rows)
 
 
-def test_a_broken_row_is_a_row_with_its_error(job, tmp_path):
+def test_a_broken_row_keeps_its_place_with_error(job, tmp_path):
     work = job(broken_rows(tmp_path))
     assert score_offline(work) == Summary(rows=10, errors=5)
     found = read(work)
@@ -122,7 +122,7 @@ def test_a_broken_row_is_a_row_with_its_error(job, tmp_path):
     assert not found["error"][1].startswith("row 1"), "the reason alone: ids have a column"
 
 
-def test_a_score_that_is_no_number_is_an_error(job, tmp_path, scorer):
+def test_a_nonfinite_score_is_an_error(job, tmp_path, scorer):
     work = job(colour_pairs(tmp_path / "p", 2))
     overflowing = load_scorer(work.model, dtype="float32")
     overflowing.model.score.weight.data.fill_(float("inf"))
@@ -134,7 +134,7 @@ def test_a_score_that_is_no_number_is_an_error(job, tmp_path, scorer):
     )
 
 
-def test_a_killed_job_goes_on_with_the_absent_shards_alone(job, tmp_path):
+def test_a_killed_job_resumes_only_the_absent_shards(job, tmp_path):
     work = job(colour_pairs(tmp_path / "p", 10))
     score_offline(work)
     whole = read(work)
@@ -149,7 +149,7 @@ def test_a_killed_job_goes_on_with_the_absent_shards_alone(job, tmp_path):
     assert {name for name in after if after[name] != before[name]} == {"scores-000001.parquet"}
 
 
-def test_a_full_disk_costs_the_shard_that_was_being_written(job, tmp_path, monkeypatch):
+def test_a_full_disk_costs_only_the_current_shard(job, tmp_path, monkeypatch):
     work, write = job(colour_pairs(tmp_path / "p", 8)), offline.pq.write_table
 
     def fill(table, file):
@@ -180,7 +180,7 @@ def test_scores_of_other_settings_are_not_mixed(job, tmp_path, changed, name):
         score_offline(job(data, **changed))
 
 
-def test_scores_of_other_rows_or_weights_are_not_mixed(job, tmp_path, tiny_reward_model):
+def test_scores_of_other_rows_or_weights_never_mix(job, tmp_path, tiny_reward_model):
     work = job(colour_pairs(tmp_path / "p", 2))
     score_offline(work)
     moved = shutil.copytree(tiny_reward_model, tmp_path / "moved")
@@ -214,7 +214,7 @@ def test_ranks_share_all_rows_and_no_row_twice(job, tmp_path, options):
         ('{"prompt": "?", "resp', "line 1 is not valid json"),
     ],
 )
-def test_input_that_is_no_table_of_answers_is_refused_at_once(tmp_path, content, said):
+def test_input_without_answers_is_refused_at_once(tmp_path, content, said):
     if content is not None:
         (tmp_path / "rows.jsonl").write_text(content)
     with pytest.raises(DataError, match=rf"rows\.jsonl.*{said}"):
@@ -277,7 +277,7 @@ def test_two_processes_under_torchrun_write_what_one_does(job, tmp_path):
 
 @pytest.mark.alone
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed: pip install -e '.[ray]'")
-def test_two_workers_of_ray_write_what_one_process_does(job, tmp_path):
+def test_two_ray_workers_write_what_one_process_writes(job, tmp_path):
     import ray
 
     from vlmrm.scoring.ray_data import score_on_ray

@@ -55,7 +55,7 @@ def forwards(scorer, monkeypatch) -> list[int]:
     return tokens
 
 
-def test_one_forward_has_the_scores_of_one_for_each_prefix(model, scorer, frames, monkeypatch):
+def test_one_forward_has_the_scores_of_all_prefixes(model, scorer, frames, monkeypatch):
     expected = alone(model, frames)
     tokens = forwards(scorer, monkeypatch)
     scores = scorer.score_prefixes(TASK, frames)
@@ -68,7 +68,7 @@ def test_one_forward_has_the_scores_of_one_for_each_prefix(model, scorer, frames
         assert np.abs(scores - np.array(other)).max() > 10 * TOLERANCE
 
 
-def test_the_budget_cuts_an_episode_and_changes_no_score(scorer, frames, monkeypatch):
+def test_the_budget_cuts_an_episode_without_changing_scores(scorer, frames, monkeypatch):
     expected = scorer.score_prefixes(TASK, frames)
     monkeypatch.setattr(scorer.engine.collator, "max_tokens_per_batch", 300)
     tokens = forwards(scorer, monkeypatch)
@@ -76,7 +76,7 @@ def test_the_budget_cuts_an_episode_and_changes_no_score(scorer, frames, monkeyp
     assert len(tokens) > 1
 
 
-def test_a_model_that_cannot_share_says_so_once_and_has_the_same_scores(tiny_reward_model, frames, caplog):
+def test_a_padded_model_notes_it_and_scores_equally(tiny_reward_model, frames, caplog):
     shared, padded = load_scorer(tiny_reward_model), load_scorer(tiny_reward_model, batching="reference")
     expected = shared.score_prefixes(TASK, frames[:3])
     assert "score_prefixes" not in caplog.text

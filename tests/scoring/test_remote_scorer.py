@@ -94,7 +94,7 @@ def ask(service: Service, conversations, **options):
     return asyncio.run(go())
 
 
-def test_scores_come_in_order_however_many_requests_it_takes(monkeypatch):
+def test_scores_keep_their_order_over_many_requests(monkeypatch):
     monkeypatch.setattr(remote, "CHUNK_ITEMS", 3)
     service = Service(together=4)
     answers = ["x" * (number % 7) for number in range(50)]
@@ -115,7 +115,7 @@ def test_a_group_travels_whole(monkeypatch):
     assert [item["group"] for item in body["items"]] == ["0"] * 2 + ["1"] * 5
 
 
-def test_each_distinct_picture_is_sent_once_whatever_its_form(tmp_path):
+def test_each_distinct_picture_is_sent_once(tmp_path):
     red, blue = (Image.new("RGB", (28, 28), colour) for colour in ("red", "blue"))
     red.save(tmp_path / "red.jpg")
     encoded = (tmp_path / "red.jpg").read_bytes()
@@ -136,7 +136,7 @@ def test_each_distinct_picture_is_sent_once_whatever_its_form(tmp_path):
     assert Image.open(io.BytesIO(files[shown[0]])).tobytes() == blue.tobytes() and shown[0] == shown[4]
 
 
-def test_urls_are_left_to_the_service_and_frames_are_files():
+def test_urls_are_passed_on_and_frames_become_files():
     service = Service()
     frames = [Image.new("RGB", (28, 28), colour) for colour in ("red", "blue", "red")]
     video = asked("a", "https://host/cat.png")
@@ -148,7 +148,7 @@ def test_urls_are_left_to_the_service_and_frames_are_files():
     assert len(shown["video"]) == 3 and len(files) == 2
 
 
-def test_what_cannot_be_scored_is_named_by_its_place(tmp_path):
+def test_unscorable_conversations_are_named_by_their_place(tmp_path):
     with pytest.raises(RowError, match=r"^conversation 2: no$"):
         ask(Service(), [asked("a"), asked("b"), asked("bad")])
     service = Service()
@@ -222,7 +222,7 @@ def minutes(monkeypatch):
     return of
 
 
-def test_it_gives_up_on_a_server_that_is_not_there_and_at_the_end_of_its_time(monkeypatch, minutes):
+def test_requests_give_up_on_absent_or_slow_servers(monkeypatch, minutes):
     monkeypatch.setattr(remote, "UNREACHABLE_S", 0)
     with pytest.raises(RewardError, match="refused"):
         ask(Service(*[httpx.ConnectError("refused")] * 9), [asked("a")])
@@ -303,7 +303,7 @@ def test_it_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, cwd=Path(__file__).parents[2])
 
 
-def test_an_episode_is_one_request_in_which_each_frame_is_once():
+def test_an_episode_is_one_request_of_distinct_frames():
     frames = [Image.new("RGB", (8, 8), (shade, 0, 0)) for shade in (0, 90, 180)]
     service = Service()
     service.answer = lambda index, item: {"index": index, "raw": float(len(item["messages"][-1]["content"]))}

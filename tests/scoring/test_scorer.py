@@ -98,7 +98,7 @@ def test_the_batch_budget_changes_memory_and_not_scores(tiny_reward_model, score
         assert bounded.score(mixed()) == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_image_scores_the_same_however_it_is_given(scorer, picture):
+def test_an_image_scores_alike_in_every_form(scorer, picture):
     content = picture.read_bytes()
     uri = "data:image/png;base64," + base64.b64encode(content).decode()
     bitmap = io.BytesIO()
@@ -138,12 +138,12 @@ GOOD = conversation("red")
         (lambda it: it.score_groups([("Red?", [None])]), RowError, "group 0: expected a text or a list of messages"),
     ],
 )
-def test_what_cannot_be_scored_is_named_by_its_place(scorer, call, error, said):
+def test_unscorable_input_is_named_by_its_place(scorer, call, error, said):
     with pytest.raises(error, match=said):
         call(scorer)
 
 
-def test_a_score_that_is_no_number_is_an_error(tiny_reward_model):
+def test_a_nonfinite_score_is_an_error(tiny_reward_model):
     broken = load_scorer(tiny_reward_model, device="cpu")
     for weight in broken.model.parameters():
         weight.data.fill_(float("nan"))
@@ -175,7 +175,7 @@ def vlmrm(capsys):
     return run
 
 
-def test_the_command_line_scores_answers_as_the_scorer_does(vlmrm, scorer, tiny_reward_model, picture):
+def test_the_command_line_scores_like_the_scorer(vlmrm, scorer, tiny_reward_model, picture):
     answers = ["red", "A blue one."]
     expected = scorer.score([conversation(answer, picture) for answer in answers])
     asked = ["score", "--model", tiny_reward_model, "--image", picture, "--prompt", QUESTION]
@@ -192,7 +192,7 @@ def test_the_command_line_scores_answers_as_the_scorer_does(vlmrm, scorer, tiny_
     assert [line for line in lines if line.endswith("<- best")] == [best]
 
 
-def test_a_conversation_longer_than_the_model_reads_is_refused_as_everywhere(scorer):
+def test_a_conversation_over_the_token_limit_is_refused(scorer):
     limit = scorer.engine.collator.max_seq_length
     [good, long] = scorer.score_each(
         [

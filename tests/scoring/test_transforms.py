@@ -34,13 +34,13 @@ def test_groups_without_differences_have_no_winner():
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_an_empty_group_stays_empty_and_far_scores_stay_finite(name):
+def test_empty_groups_stay_empty_and_scores_stay_finite(name):
     assert TRANSFORMS[name]([]).shape == (0,)
     assert np.isfinite(TRANSFORMS[name]([1e4, -1e4, 0.0])).all()
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_what_is_no_score_is_refused_by_its_place(name):
+def test_nonfinite_or_misshapen_scores_are_refused_by_place(name):
     with pytest.raises(RewardError, match="score 1 of the group is nan"):
         TRANSFORMS[name]([0.0, float("nan")])
     with pytest.raises(RewardError, match=r"shape \(1, 2\)"):

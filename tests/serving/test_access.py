@@ -78,7 +78,7 @@ def test_a_body_is_not_read_before_its_token(method, path, tokens):
 
 
 @in_loop
-async def test_a_reward_s_own_token_opens_that_reward_alone():
+async def test_a_reward_token_opens_that_reward_alone():
     async with running(fake("one", token="first"), fake("two"), token=SECRET) as (_, client):
         client.headers = bearer("first")
         assert (await rewards(client, "a", model="one")).status_code == 200
@@ -89,7 +89,7 @@ async def test_a_reward_s_own_token_opens_that_reward_alone():
 
 
 @in_loop
-async def test_without_a_token_only_the_machine_s_own_names_are_answered():
+async def test_without_a_token_only_local_names_are_answered():
     async with running() as (_, client):
         for host in ("evil.test", "evil.test:8080", "localhost.evil.test", "", "127.0.0.1.evil.test"):
             refused = await client.get("/v1/models", headers={"Host": host})
@@ -151,7 +151,7 @@ async def test_every_error_is_one_sentence_in_one_form():
 
 
 @in_loop
-async def test_a_fault_of_the_service_says_nothing_but_the_request_id(caplog, monkeypatch):
+async def test_a_service_fault_tells_only_the_request_id(caplog, monkeypatch):
     async with running() as (service, client):
         monkeypatch.setattr(service, "accept", None)
         answer = await client.post(
@@ -163,7 +163,7 @@ async def test_a_fault_of_the_service_says_nothing_but_the_request_id(caplog, mo
 
 
 @in_loop
-async def test_a_worker_knows_no_token_of_the_service_and_is_no_rank(monkeypatch):
+async def test_a_worker_knows_neither_service_token_nor_rank(monkeypatch):
     monkeypatch.setenv("VLMRM_TOKEN", SECRET)
     monkeypatch.setenv("RANK", "0")
     async with running(fake("environment", "fake_reward.Environment"), token=SECRET) as (_, client):
@@ -203,7 +203,7 @@ async def test_no_answer_and_no_log_holds_a_secret(tmp_path, capfd):
         (b'{"a": tru}', "broken: .* at line 1 column 10"),
     ],
 )
-def test_json_that_is_ambiguous_or_a_bomb_is_refused(body, sentence):
+def test_ambiguous_json_and_json_bombs_are_refused(body, sentence):
     with pytest.raises(InvalidRequest, match=sentence):
         strict_json(body, Limits(max_json_values=1000))
 

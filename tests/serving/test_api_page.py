@@ -19,7 +19,7 @@ CHARACTERS = fake("people", "fake_reward.Characters")
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl calls")
 @pytest.mark.parametrize("others", [[], [fake("two")]], ids=["of the only reward", "of one of two"])
-def test_every_example_on_the_page_is_answered_as_it_stands_there(others, tmp_path):
+def test_every_example_on_the_page_is_answered(others, tmp_path):
     """In a shell, one after the other, as whoever pastes them would run them."""
     with served(CHARACTERS, *others) as url:
         page = httpx.get(f"{url}/docs", timeout=300).text

@@ -91,7 +91,7 @@ async def is_waiting(task: asyncio.Task[Any]) -> bool:
 
 
 @in_loop
-async def test_a_job_goes_from_queued_over_running_to_done(backends):
+async def test_a_job_goes_from_queued_to_done(backends):
     async with backends() as backend:
         given = Job("length", [{"prompt": "a", "image": {"bytes": b"\x00\xff"}}, {"prompt": "b"}], cost=7, priority=3)
         given.prefixes, given.client, given.request_id, given.wanted = {"é": 5}, "one", "two", "r1"
@@ -111,7 +111,7 @@ async def test_a_job_goes_from_queued_over_running_to_done(backends):
 
 
 @in_loop
-async def test_an_equal_job_shares_the_result_unless_it_failed(backends):
+async def test_an_equal_job_shares_results_unless_it_failed(backends):
     async with backends() as backend:
         first = await backend.put(job("a"))
         assert await backend.put(job("a")) == first
@@ -129,7 +129,7 @@ async def test_an_equal_job_shares_the_result_unless_it_failed(backends):
 
 
 @in_loop
-async def test_a_result_is_shared_with_those_who_ask_for_its_revision_alone(backends):
+async def test_a_result_is_shared_only_for_its_revision(backends):
     async with backends() as backend:
         first = await backend.put(job("a"))
         await backend.finish((await backend.take("length", 1000))[0], [Outcome(1.0)], 0.1, "r1")
@@ -142,7 +142,7 @@ async def test_a_result_is_shared_with_those_who_ask_for_its_revision_alone(back
 
 
 @in_loop
-async def test_the_queue_is_bounded_in_items_and_in_bytes(backends):
+async def test_the_queue_is_bounded_in_items_and_bytes(backends):
     async with backends(queue_items=3) as backend:
         await backend.put(Job("length", [{"prompt": "a"}, {"prompt": "b"}]))
         with pytest.raises(Overloaded, match="the queue of length is full, with 2 items") as refused:
@@ -170,7 +170,7 @@ async def test_take_waits_for_a_job(backends):
 
 
 @in_loop
-async def test_take_ends_at_the_budget_with_at_least_one(backends):
+async def test_take_fills_the_budget_with_at_least_one(backends):
     async with backends() as backend:
         for prompt, cost in (("a", 9), ("b", 2), ("c", 2), ("d", 2)):
             await backend.put(job(prompt, cost=cost))
@@ -188,7 +188,7 @@ async def test_the_higher_priority_goes_first_then_the_earlier(backends):
 
 
 @in_loop
-async def test_a_lower_priority_waits_long_and_not_for_ever(backends, monkeypatch):
+async def test_a_lower_priority_waits_but_not_for_ever(backends, monkeypatch):
     async with backends() as backend:
         await put_all(backend, "high 0", "high 1", priority=100, client="one")
         await put_all(backend, "low", client="two")
@@ -198,7 +198,7 @@ async def test_a_lower_priority_waits_long_and_not_for_ever(backends, monkeypatc
 
 
 @in_loop
-async def test_clients_have_equal_shares_of_tokens_however_much_they_send(backends):
+async def test_clients_get_equal_shares_of_tokens(backends):
     async with backends() as backend:
         await put_all(backend, *(f"a{number}" for number in range(9)), client="a", cost=10)
         assert await batches(backend, 10, 3) == [["a0"], ["a1"], ["a2"]]
@@ -210,7 +210,7 @@ async def test_clients_have_equal_shares_of_tokens_however_much_they_send(backen
 
 
 @in_loop
-async def test_a_job_that_a_worker_died_with_comes_alone_and_is_failed_after_the_second_time(backends):
+async def test_a_worker_killing_job_retries_alone_then_fails(backends):
     async with backends() as backend:
         bad = await backend.put(job("bad"))
         for prompt in "ab":
@@ -227,7 +227,7 @@ async def test_a_job_that_a_worker_died_with_comes_alone_and_is_failed_after_the
 
 
 @in_loop
-async def test_a_job_past_its_deadline_is_failed_instead_of_begun(backends):
+async def test_a_job_past_its_deadline_fails_without_starting(backends):
     async with backends() as backend:
         late = await backend.put(job("late", deadline=time.monotonic() - 1))
         extended = await backend.put(job("extended", deadline=time.monotonic() - 1))

@@ -8,7 +8,7 @@ from tests.serving.services import Gate, in_loop, rewards, running
 
 
 @in_loop
-async def test_a_request_that_would_wait_too_long_is_refused_unparsed(monkeypatch):
+async def test_a_request_facing_long_waits_is_refused_unparsed(monkeypatch):
     async with running() as (_, client):
         scheduler = client._transport.app.state.gateway.scheduler
         assert (await rewards(client, "a cat")).status_code == 200
@@ -20,7 +20,7 @@ async def test_a_request_that_would_wait_too_long_is_refused_unparsed(monkeypatc
 
 
 @in_loop
-async def test_bodies_together_have_a_limit_until_they_are_answered(tmp_path):
+async def test_bodies_together_have_a_limit_until_answered(tmp_path):
     gate = Gate(tmp_path)
     size = 4096
     async with running(limits={"max_body_bytes": size, "max_bodies_bytes": size}) as (_, client):

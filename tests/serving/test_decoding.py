@@ -21,7 +21,7 @@ def latents_of(seed=0, shape=(16, 2, 3, 4)):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def test_a_video_is_what_the_autoencoder_makes_of_the_latents_as_they_were(vae_folder):
+def test_a_video_equals_what_the_autoencoder_decodes(vae_folder):
     decoder = WanDecoder(vae_folder, dtype="float32", device="cpu")
     latents = latents_of()
     [outcome] = decoder([{"latents": npy(latents)}])
@@ -40,7 +40,7 @@ def test_a_video_is_what_the_autoencoder_makes_of_the_latents_as_they_were(vae_f
     assert decoder.info == {"kind": "latents", "channels": 16, "spatial": 8, "temporal": 4}
 
 
-def test_latents_that_no_video_is_made_of_are_told_apart(vae_folder):
+def test_undecodable_latents_are_told_apart(vae_folder):
     decoder = WanDecoder(vae_folder, dtype="float32", device="cpu")
     broken = latents_of()
     broken[0, 0, 0, 0] = np.inf
@@ -92,7 +92,7 @@ async def test_rewards_get_videos_and_each_is_decoded_once(vae_folder):
 
 
 @in_loop
-async def test_a_decoder_that_cannot_be_loaded_is_seen_and_keeps_nobody_from_images(tmp_path, redis_server):
+async def test_a_decoder_that_cannot_load_leaves_images_served(tmp_path, redis_server):
     arguments = decode_args(venv_python=str(tmp_path / "python"))
     shared = {"decode_args": arguments, **redis_server.settings}
     api_process = running(workers=False, **shared, limits=ATTENTIVE)

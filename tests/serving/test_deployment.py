@@ -67,7 +67,7 @@ def test_the_configuration_loads_with_its_secrets():
 
 
 @pytest.mark.parametrize("name", ROLES)
-def test_the_manifest_s_commands_and_ports_are_the_service_s(name):
+def test_manifest_commands_and_ports_match_the_service(name):
     one, settings = container("Deployment", name), load_settings(FOLDER / "service.toml", {"VLMRM_TOKEN": "t"})
     arguments_exist(*one["args"])
     assert one["args"][-1] == "/etc/vlmrm/service.toml" and one["volumeMounts"][0]["mountPath"] == "/etc/vlmrm"

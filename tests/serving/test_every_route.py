@@ -183,7 +183,7 @@ def check(route: str, renderer: Renderer, conversation: Conversation) -> None:
 @pytest.mark.parametrize("route", ROUTES)
 @given(conversation=conversations())
 @settings(max_examples=40)
-def test_every_route_hands_on_the_same_tokens_and_pixels(route, renderer, conversation):
+def test_every_route_hands_on_equal_tokens_and_pixels(route, renderer, conversation):
     check(route, renderer, conversation)
 
 

@@ -134,7 +134,7 @@ async def test_the_api_process_stalls_while_workers_go_on(tmp_path, redis_server
 
 
 @in_loop
-async def test_the_api_process_is_killed_and_another_has_its_results(tmp_path, redis_server):
+async def test_a_killed_api_process_leaves_results_to_another(tmp_path, redis_server):
     gate, roles = Gate(tmp_path), ("api", "api", "workers")
     with hosts(tmp_path, *roles, settings=redis_server.settings) as (api, other, _):
         async with client() as http, held_up(http, api, gate, 8) as scored:
@@ -148,7 +148,7 @@ async def test_the_api_process_is_killed_and_another_has_its_results(tmp_path, r
 
 
 @in_loop
-async def test_a_client_that_polls_gets_its_result_from_the_restarted_process(tmp_path, redis_server):
+async def test_a_polling_client_gets_results_after_a_restart(tmp_path, redis_server):
     gate = Gate(tmp_path)
     asked = {"prompts": [gate.prompt, "bb"], "reward_fn": {"length": 1.0}, "media_type": "image"}
     with hosts(tmp_path, "api", "workers", settings=redis_server.settings) as (api, _):
@@ -203,7 +203,7 @@ async def test_redis_stalls(tmp_path, start_redis):
 
 
 @in_loop
-async def test_a_client_that_goes_takes_its_request_along_unless_another_wants_it(tmp_path, redis_server):
+async def test_a_leaving_client_withdraws_only_unshared_requests(tmp_path, redis_server):
     gate, settings, redis = Gate(tmp_path), redis_server.settings, redis_server.client()
     with hosts(tmp_path, "api", "workers", settings=settings, batch_tokens=1) as (api, _):
         async with client() as http, client() as leaving:
@@ -223,7 +223,7 @@ async def test_a_client_that_goes_takes_its_request_along_unless_another_wants_i
 
 
 @in_loop
-async def test_what_is_begun_is_finished_when_a_worker_host_is_told_to_stop(tmp_path, redis_server):
+async def test_a_stopping_worker_host_finishes_what_it_began(tmp_path, redis_server):
     gate, roles = Gate(tmp_path), ("api", "workers", "workers")
     with hosts(tmp_path, *roles, settings=redis_server.settings, **FEW) as running:
         async with client() as http, held_up(http, running[0], gate, 24) as scored:

@@ -62,20 +62,20 @@ def test_each_form_becomes_the_other_and_comes_back(sample, turns):
         (PromptTemplate("See <image>: {prompt}"), ["See ", RED, ": What is the <image> tag?"]),
     ],
 )
-def test_a_placeholder_that_a_client_writes_is_a_word(template, content):
+def test_a_placeholder_written_by_clients_is_a_word(template, content):
     asked = Sample("What is the <image> tag?", "So.", image=RED)
     read = sample_to_conversation(asked, template, placeholders=False)
     assert read.messages == messages([("user", content), ("assistant", ["So."])])
 
 
 @pytest.mark.parametrize("item", [{"image": RED}, {"prompt": "Why?"}])
-def test_an_item_without_a_prompt_or_an_answer_is_refused(item):
+def test_an_item_without_prompt_or_answer_is_refused(item):
     with pytest.raises(RowError, match="neither"):
         sample_to_conversation(read_sample(item))
 
 
 @in_loop
-async def test_groups_of_equal_names_in_two_requests_are_two_groups(tmp_path):
+async def test_equal_group_names_in_two_requests_stay_apart(tmp_path):
     gate = Gate(tmp_path)
     async with running(fake("group", "fake_reward.GroupSize")) as (service, client):
         busy = asyncio.create_task(rewards(client, gate.prompt))
@@ -90,14 +90,14 @@ async def test_groups_of_equal_names_in_two_requests_are_two_groups(tmp_path):
 
 
 @in_loop
-async def test_a_score_that_is_no_number_is_an_error_of_its_item():
+async def test_a_nonfinite_score_fails_its_item():
     async with running(fake("nan", "fake_reward.NotANumber")) as (_, client):
         answer = (await rewards(client, "a")).json()
     assert (answer["data"][0]["score"], answer["data"][0]["error"]) == (None, "its score is nan")
 
 
 @in_loop
-async def test_an_item_without_what_its_reward_needs_costs_no_other():
+async def test_an_item_lacking_required_columns_costs_no_other():
     answered = {"reward_type": "shown_reward.Answered", "name": "answered", "import_from": [HERE], "device": "cpu"}
     items = [{"prompt": "a", "response": "bb"}, {"prompt": "a"}, {"prompt": "a", "response": ""}]
     async with running(answered) as (_, client):
@@ -110,7 +110,7 @@ async def test_an_item_without_what_its_reward_needs_costs_no_other():
 
 
 @in_loop
-async def test_a_reward_of_images_or_videos_needs_one_of_them():
+async def test_a_reward_of_either_medium_needs_one():
     either = {"reward_type": "shown_reward.Either", "name": "either", "import_from": [HERE], "device": "cpu"}
     picture = data_uri(png())
     items = [{"prompt": "a", "image": picture}, {"prompt": "a", "video": [picture]}, {"prompt": "a"}]

@@ -36,7 +36,7 @@ async def test_texts_are_bounded_and_media_are_not():
     ],
 )
 @in_loop
-async def test_every_protocol_takes_large_texts_up_to_the_limit(path, body):
+async def test_every_protocol_takes_large_texts_up_to_limits(path, body):
     limits, headers = {"max_text_bytes": 3 * LARGE_BYTES}, {"Content-Type": "application/json"}
     async with running(fake("one", "fake_reward.Anything"), limits=limits) as (_, client):
         for length, refused in ((LARGE_BYTES // 4, False), (LARGE_BYTES, True)):
@@ -44,7 +44,7 @@ async def test_every_protocol_takes_large_texts_up_to_the_limit(path, body):
             assert answer.status_code < 500 and ("max_text_bytes" in answer.text) == refused, answer.text[:200]
 
 
-def test_json_within_a_text_has_a_limit_of_values():
+def test_json_within_a_text_has_a_value_limit():
     bomb = "[" + "[]," * (JSON_VALUES // 2) + "[]]"
     with pytest.raises(RowError, match=f"over {JSON_VALUES} values"):
         read_text(bomb, (), ())
@@ -53,7 +53,7 @@ def test_json_within_a_text_has_a_limit_of_values():
 
 
 @in_loop
-async def test_a_column_may_have_as_many_entries_as_items_are_allowed():
+async def test_a_column_may_have_max_items_entries():
     async with running(fake("one", "fake_reward.Anything"), limits={"max_items": 1500}) as (_, client):
         for count, status in ((1500, 200), (1501, 400)):
             answer = await client.post("/score", json={"queries": "aaa", "documents": ["b"] * count})

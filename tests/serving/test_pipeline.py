@@ -57,7 +57,7 @@ def score_of(response: httpx.Response) -> float:
 
 
 @in_loop
-async def test_both_batches_of_a_worker_that_is_killed_are_computed_by_the_next(tmp_path):
+async def test_both_batches_of_a_killed_worker_are_recomputed(tmp_path):
     async with two_batches(tmp_path, "second") as (_, gate, answers):
         assert gate.worker is not None
         os.kill(gate.worker, signal.SIGKILL)
@@ -70,7 +70,7 @@ async def test_both_batches_of_a_worker_that_is_killed_are_computed_by_the_next(
 
 @pytest.mark.parametrize("what", ["raise", "prepare: raise"])
 @in_loop
-async def test_a_batch_that_raises_does_not_disturb_the_one_before(tmp_path, what):
+async def test_a_raising_batch_does_not_disturb_the_earlier(tmp_path, what):
     async with two_batches(tmp_path, what) as (service, gate, answers):
         good, bad = await answers()
         assert score_of(good) == len(gate.prompt)
@@ -79,7 +79,7 @@ async def test_a_batch_that_raises_does_not_disturb_the_one_before(tmp_path, wha
 
 
 @in_loop
-async def test_what_killed_a_worker_comes_without_another_batch_beside_it(tmp_path):
+async def test_what_killed_a_worker_is_retried_alone(tmp_path):
     async with two_batches(tmp_path, "prepare: die") as (_, gate, answers):
         dead = gate.worker
         await eventually(lambda: gate.worker != dead)  # the first batch, again
@@ -141,7 +141,7 @@ def test_media_are_those_of_the_renderer(processes, renderer):
         assert all(tensor.equal(expected.tensors[name]) for name, tensor in found.tensors.items())
 
 
-def test_a_picture_that_crashes_its_process_fails_alone_and_as_often_as_it_comes(processes):
+def test_a_picture_crashing_its_process_fails_alone_repeatedly(processes):
     crashing, broken = shown("red", more=b"crash"), of_file(b"no picture")
     for _ in range(2):
         good = [shown(colour) for colour in ("red", "green", "blue")]

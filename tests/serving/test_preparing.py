@@ -49,7 +49,7 @@ def calls(place):
     return (place / "calls").read_text().splitlines() if (place / "calls").exists() else []
 
 
-def test_each_script_gets_its_two_folders_and_no_shell_reads_them(place):
+def test_each_script_gets_two_folders_without_a_shell(place):
     said = []
     prepare(write(place, {}, {"enable": False}, {}), said.append)
     assert calls(place) == [f"{place}|{place}/venv{number}|2" for number in (0, 2)]
@@ -70,7 +70,7 @@ def test_what_is_prepared_is_left_until_something_changes(place):
     assert len(calls(place)) == 3
 
 
-def test_a_script_that_fails_stops_all_and_is_run_again(place):
+def test_a_failing_script_stops_all_and_runs_again(place):
     failing = SCRIPT + 'test -e "$1/good" || exit 3\n'
     config = write(place, {}, {}, script=failing)
     with pytest.raises(ConfigError, match=r"reward reward0: .* ended with status 3: see its output above"):
@@ -81,7 +81,7 @@ def test_a_script_that_fails_stops_all_and_is_run_again(place):
     assert len(calls(place)) == 3
 
 
-def test_the_example_is_a_configuration_whose_rewards_all_exist(tmp_path):
+def test_every_reward_of_the_example_exists(tmp_path):
     everything = tmp_path / "service.toml"
     everything.write_text(EXAMPLE.read_text().replace("enable = false", "enable = true"))
     assert len(load_settings(EXAMPLE, {}).reward_args) == 4

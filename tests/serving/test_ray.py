@@ -42,7 +42,7 @@ async def ready(service: Any, count: int) -> None:
 
 
 @in_loop
-async def test_a_node_that_dies_under_load_loses_no_request(cluster, tmp_path):
+async def test_a_dying_node_under_load_loses_no_request(cluster, tmp_path):
     log = tmp_path / "batches"
     block = fake(replicas=2, options={"log": str(log)}, batch_tokens=200)
     async with running(block, ray_address=cluster.address, **PLACE) as (service, client):
@@ -69,7 +69,7 @@ async def test_a_node_that_dies_under_load_loses_no_request(cluster, tmp_path):
 
 
 @in_loop
-async def test_a_worker_in_the_cluster_is_like_one_of_this_machine(cluster, tmp_path):
+async def test_a_cluster_worker_behaves_like_a_local_one(cluster, tmp_path):
     blocks = [
         fake(num_cpus=0.5),
         fake("environment", "fake_reward.Environment", num_cpus=0.25, runtime_env={"env_vars": {"OF_ITS_OWN": "1"}}),
@@ -90,7 +90,7 @@ async def test_a_worker_in_the_cluster_is_like_one_of_this_machine(cluster, tmp_
     await eventually(lambda: ray.available_resources().get("CPU", 0) >= ray.cluster_resources()["CPU"])
 
 
-def test_what_does_not_go_with_ray_is_refused_by_name():
+def test_settings_that_ray_cannot_use_are_named():
     for settings, block, what in (
         ({"engine": "ray"}, {"devices": ["cuda:0"]}, "has devices: leave it out, Ray chooses"),
         ({}, {"num_gpus": 0.5}, 'has num_gpus: leave it out, it is for engine = "ray"'),

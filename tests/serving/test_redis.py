@@ -70,7 +70,7 @@ async def test_one_job_is_taken_by_one_process(redis_server):
 
 
 @in_loop
-async def test_what_a_silent_process_had_is_queued_for_others(redis_server):
+async def test_jobs_of_a_silent_process_go_to_others(redis_server):
     async with queues(2, redis_server.settings, silence=1.0) as (lost, other):
         job_id = await lost.put(job("a"))
         [held] = await lost.take("length", 1000)
@@ -109,7 +109,7 @@ async def test_an_answer_that_is_lost_loses_no_job(redis_server, monkeypatch):
 
 
 @in_loop
-async def test_a_full_redis_refuses_jobs_and_finishes_those_it_has(start_redis, monkeypatch):
+async def test_a_full_redis_refuses_jobs_but_finishes_others(start_redis, monkeypatch):
     monkeypatch.setattr(redis_backend, "PATIENCE_S", 0.1)
     server = start_redis()
     async with queues(1, server.settings) as (queue,):
@@ -124,7 +124,7 @@ async def test_a_full_redis_refuses_jobs_and_finishes_those_it_has(start_redis, 
 
 
 @in_loop
-async def test_a_redis_that_may_lose_jobs_is_told_of(start_redis, caplog):
+async def test_a_redis_that_may_lose_jobs_is_reported(start_redis, caplog):
     server = start_redis("--maxmemory", "1gb", "--maxmemory-policy", "allkeys-lru", "--appendonly", "no")
     with caplog.at_level(logging.INFO, "vlmrm"):
         async with queues(1, server.settings):
@@ -146,7 +146,7 @@ async def test_the_password_is_asked_for_and_not_told(start_redis, caplog, monke
 
 
 @in_loop
-async def test_sentinels_name_the_master_and_a_fail_over_loses_nothing(start_redis, tmp_path):
+async def test_a_sentinel_fail_over_loses_no_request(start_redis, tmp_path):
     first = start_redis("--repl-diskless-sync-delay", "0")
     second = start_redis("--appenddirname", "second", "--replicaof", f"127.0.0.1 {first.port}")
 
@@ -199,7 +199,7 @@ def start_sentinel(start: Callable[..., RedisServer], folder: Path, number: int,
 
 
 @in_loop
-async def test_an_api_process_knows_from_others_what_is_served(redis_server):
+async def test_an_api_process_learns_what_others_serve(redis_server):
     shared, both = redis_server.settings, [fake("one", options={"info": {"by": "one"}}), fake("two")]
     async with running(*both, workers=False, **shared, limits=ATTENTIVE) as (api, client):
         assert (await client.get("/ready")).status_code == 503
@@ -214,7 +214,7 @@ async def test_an_api_process_knows_from_others_what_is_served(redis_server):
 
 
 @in_loop
-async def test_metrics_tell_what_is_known_here_while_redis_is_away(start_redis):
+async def test_metrics_stay_local_while_redis_is_away(start_redis):
     server = start_redis()
     async with running(**server.settings) as (_, client):
         await rewards(client, "aaa")

@@ -43,7 +43,7 @@ def request(**item: object) -> bytes:
 
 
 @in_loop
-async def test_files_of_a_form_are_what_data_uris_are():
+async def test_form_files_equal_data_uris():
     async with running(fake("size", "fake_reward.ImageBytes")) as (_, client):
         sent = {"items": [{"prompt": "a", "image": data_uri(png())}]}
         plain = (await client.post("/v1/rewards", json=sent)).json()["data"]
@@ -53,7 +53,7 @@ async def test_files_of_a_form_are_what_data_uris_are():
 
 
 @in_loop
-async def test_forms_that_are_none_are_refused_in_a_sentence():
+async def test_malformed_forms_are_refused_in_a_sentence():
     wrong = [
         (form(("cat", png())), "the form has no part request: send the JSON as one."),
         (form(("request", b"{}"), ("a", b"1"), ("a", b"2")), "the form has two parts called 'a'"),
@@ -82,7 +82,7 @@ def refused(reference: object, root: Path | None = None, **limits: int) -> str:
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_images_over_the_limits_are_refused_by_their_headers():
+def test_oversized_images_are_refused_by_their_headers():
     assert refused(data_uri(png()), max_pixels=1000) == "an image is 40x30 pixels, over the limit of 1000"
     assert "over the limit of 50" in refused(data_uri(png()), max_image_bytes=50)
     bomb = bytearray(png())
@@ -110,7 +110,7 @@ def test_files_below_media_root_are_read(media):
         assert intake.image(f"file://{path}") == png()
 
 
-def test_a_media_root_that_is_no_folder_is_an_error_at_the_start(media):
+def test_a_media_root_must_be_a_folder(media):
     with pytest.raises(ConfigError, match=r"which is no folder: did you mean .*media\?"):
         MediaResolver(Limits(), media.parent / "medai")
 
@@ -142,7 +142,7 @@ def bitmap(side: int) -> bytes:
 
 @pytest.mark.parametrize("place", ["one video", "images", "conditions", "file"])
 @in_loop
-async def test_a_small_body_of_many_pixels_is_refused_before_it_is_decoded(place):
+async def test_small_bodies_of_many_pixels_are_refused_undecoded(place):
     pictures = [data_uri(bitmap(5792))] * 9
     sent = {
         "one video": [{"prompt": "a", "video": pictures}],
@@ -171,7 +171,7 @@ def video(*parts: bytes, **options: object) -> dict:
 @pytest.mark.parametrize("options", [{"min_pixels": 6_000_000}, {"resized_height": 3000, "resized_width": 3000}])
 @pytest.mark.parametrize("kind", ["file", "frames"])
 @in_loop
-async def test_pixels_that_a_part_s_options_ask_for_are_counted(kind, options):
+async def test_pixels_requested_by_part_options_are_counted(kind, options):
     items = [video(*([clip()] if kind == "file" else [png()] * 2), **options)]
     async with running(fake("any", "fake_reward.Anything"), limits={"max_total_pixels": 9_000_000}) as (_, client):
         refused = await client.post("/v1/rewards", json={"items": items})
@@ -182,7 +182,7 @@ async def test_pixels_that_a_part_s_options_ask_for_are_counted(kind, options):
 
 @pytest.mark.parametrize("options", [{"sample_fps": 0}, {"sample_fps": "2"}, {"min_pixels": "x"}, {"max_pixels": -1}])
 @in_loop
-async def test_an_option_of_a_video_that_cannot_be_used_costs_its_item_alone(options):
+async def test_an_unusable_video_option_costs_its_item_alone(options):
     async with running(fake("any", "fake_reward.Anything")) as (_, client):
         answer = await client.post("/v1/rewards", json={"items": [video(clip(), **options), {"prompt": "a"}]})
     bad, good = answer.json()["data"]
@@ -195,6 +195,6 @@ def test_all_media_of_an_item_are_counted():
 
 
 @pytest.mark.parametrize(("shape", "frames", "scale"), [((16, 3, 4, 5), 9, 8), ((48, 3, 4, 5), 9, 16)])
-def test_latents_count_as_the_frames_that_they_are_decoded_to(shape, frames, scale):
+def test_latents_count_as_their_decoded_frames(shape, frames, scale):
     latents = npy(np.zeros(shape, np.float16))
     assert count_pixels({"prompt": "a", "latents": {"npy": latents}}) == frames * (4 * scale) * (5 * scale)

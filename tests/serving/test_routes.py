@@ -104,11 +104,11 @@ def test_a_conversation_has_one_score_on_every_route(expected, answers, rewards,
         assert here[reward].tolist() == pytest.approx(wanted, abs=1e-5)
 
 
-def test_flow_factory_s_client_is_told_win_rates_of_a_groupwise_reward(expected, answers):
+def test_flow_factory_clients_get_groupwise_win_rates(expected, answers):
     assert answers["compute"] == {"rewards": pytest.approx(wins(expected["a picture as the answer"]), abs=1e-5)}
 
 
-def test_a_placeholder_beside_a_picture_is_a_word_to_compute(expected, answers):
+def test_compute_takes_placeholders_beside_pictures_as_words(expected, answers):
     assert answers["placeholder"] == {"rewards": pytest.approx(expected["a literal placeholder"], abs=1e-5)}
 
 
@@ -120,13 +120,13 @@ def asked(*answer) -> dict:
     return {"messages": read_messages([turn("user", "Explain."), turn("assistant", *answer)], "user")}
 
 
-def test_a_reward_of_texts_refuses_the_pictures_of_an_answer_by_name():
+def test_a_text_reward_refuses_pictures_in_answers():
     plain, parted, shown = engine("Spoken")([asked("So."), asked("S", "o."), asked("So", RED)])
     assert plain == parted == {"score": 3.0}
     assert "its answer holds an image, and this reward takes texts as answers" in shown["error"]
 
 
-def test_a_reward_that_reads_no_answer_refuses_it_by_name():
+def test_a_reward_that_reads_no_answer_refuses_it():
     assert engine("Length")([asked("So.")]) == [{"score": 8.0}]  # it takes any column
     about = [turn("user", GREEN, "Explain."), turn("assistant", "So.")]
     [shown] = engine("Brightness")([{"messages": about}])
@@ -139,7 +139,7 @@ def boastful(**settings):
 
 
 @in_loop
-async def test_extra_information_is_neither_the_score_nor_the_error():
+async def test_extra_information_never_overrides_score_or_error():
     async with running(boastful()) as (_, client):
         native = (await client.post("/v1/rewards", json={"items": [{"prompt": "a"}]})).json()["data"][0]
         theirs = (await client.post("/compute", json={"prompt": ["a"]})).json()
@@ -149,7 +149,7 @@ async def test_extra_information_is_neither_the_score_nor_the_error():
 
 
 @in_loop
-async def test_columns_beside_the_messages_of_an_item_are_not_dropped():
+async def test_columns_beside_item_messages_are_not_dropped():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     items = [{"messages": messages, "response": "c"}, {"messages": messages, "group": 1, "id": "x"}]
     async with running(boastful()) as (_, client):

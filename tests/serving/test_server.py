@@ -97,7 +97,7 @@ def answer(connection: socket.socket) -> bytes:
     return received
 
 
-def test_a_model_that_is_none_is_refused_before_anything_starts(tmp_path):
+def test_a_path_without_a_model_is_refused_early(tmp_path):
     (tmp_path / "best").mkdir()
     for name, sentence in (
         ("bset", "is no folder: did you mean .*best"),
@@ -107,7 +107,7 @@ def test_a_model_that_is_none_is_refused_before_anything_starts(tmp_path):
             serve(None, str(tmp_path / name), {"port": 0})
 
 
-def test_a_reward_that_can_never_be_loaded_ends_the_service(tmp_path):
+def test_a_never_loadable_reward_ends_the_service(tmp_path):
     reward = f'[[reward_args]]\nreward_type = "one"\nengine = "fake_reward.Misconfigured"\nimport_from = [{HERE!r}]\n'
     (tmp_path / "service.toml").write_text(f"port = 0\n{reward}")
     command = [sys.executable, "-m", "vlmrm", "serve", "--config", str(tmp_path / "service.toml")]
@@ -116,7 +116,7 @@ def test_a_reward_that_can_never_be_loaded_ends_the_service(tmp_path):
     assert "the worker of one cannot load its reward: ConfigError: device is cuda:9" in ended.stderr.splitlines()[-1]
 
 
-def test_it_says_once_that_it_is_ready_and_finishes_what_it_accepted(tmp_path):
+def test_the_service_announces_once_and_finishes_accepted_requests(tmp_path):
     gate = Gate(tmp_path)
     with served(tmp_path) as (process, url, logged):
         assert len([line for line in logged if f"Serving length on {url}" in line]) == 1
@@ -132,7 +132,7 @@ def test_it_says_once_that_it_is_ready_and_finishes_what_it_accepted(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_at_once_and_its_workers(tmp_path, kind):
+def test_a_second_signal_ends_service_and_workers(tmp_path, kind):
     gate = Gate(tmp_path)
     with served(tmp_path) as (process, url, logged):
         connection = post(url, gate.prompt)
@@ -180,7 +180,7 @@ def address(tmp_path_factory):
         yield url.removeprefix("http://").split(":")
 
 
-def test_addresses_that_cannot_be_listened_at_are_said_in_a_sentence():
+def test_unusable_addresses_are_named_in_a_sentence():
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is in use: choose another with --port"):

@@ -14,14 +14,14 @@ from vlmrm.serving.worker_spec import revision_of
 
 
 @in_loop
-async def test_an_item_that_cannot_be_scored_costs_no_other():
+async def test_an_item_that_cannot_be_scored_fails_alone():
     async with running() as (_, client):
         answer = (await rewards(client, "aaa", "refuse", "bb")).json()
     assert [(one["score"], one["error"]) for one in answer["data"]] == [(3, None), (None, "it is refused"), (2, None)]
 
 
 @in_loop
-async def test_requests_that_wait_are_scored_together_and_equal_ones_once(tmp_path):
+async def test_waiting_requests_are_batched_and_equal_ones_merged(tmp_path):
     log, gate = tmp_path / "batches", Gate(tmp_path)
     async with running(fake(options={"log": str(log)})) as (service, client):
         busy = asyncio.create_task(rewards(client, gate.prompt))
@@ -36,7 +36,7 @@ async def test_requests_that_wait_are_scored_together_and_equal_ones_once(tmp_pa
 
 
 @in_loop
-async def test_a_worker_that_dies_is_replaced_and_its_requests_are_answered(tmp_path):
+async def test_a_dead_worker_is_replaced_and_requests_answered(tmp_path):
     async with running() as (_, client):
         answers = await asyncio.gather(rewards(client, f"die once {tmp_path / 'died'}"), rewards(client, "aaa"))
         assert [one.json()["data"][0]["score"] for one in answers] == [1, 3]
@@ -44,7 +44,7 @@ async def test_a_worker_that_dies_is_replaced_and_its_requests_are_answered(tmp_
 
 
 @in_loop
-async def test_a_request_that_kills_two_workers_is_failed_and_the_others_are_not():
+async def test_only_a_request_killing_two_workers_fails():
     async with running() as (_, client):
         guilty, innocent = await asyncio.gather(rewards(client, "die"), rewards(client, "aaa"))
         assert guilty.status_code == 500
@@ -61,7 +61,7 @@ async def test_a_worker_that_hangs_counts_as_dead():
 
 
 @in_loop
-async def test_an_error_in_a_batch_is_told_to_the_one_that_caused_it(tmp_path):
+async def test_a_batch_error_reaches_only_its_cause(tmp_path):
     log, gate = tmp_path / "batches", Gate(tmp_path)
     async with running(fake(options={"log": str(log)})) as (service, client):
         busy = asyncio.create_task(rewards(client, gate.prompt))
@@ -78,7 +78,7 @@ async def test_an_error_in_a_batch_is_told_to_the_one_that_caused_it(tmp_path):
 
 
 @in_loop
-async def test_a_result_is_not_served_once_a_worker_has_loaded_other_weights(tmp_path):
+async def test_results_of_replaced_weights_are_not_served(tmp_path):
     weights = tmp_path / "model.safetensors"
     weights.write_text("1")
     async with running(fake("model", "fake_reward.Weights", model_path=str(tmp_path))) as (service, client):
@@ -100,7 +100,7 @@ async def test_a_result_is_not_served_once_a_worker_has_loaded_other_weights(tmp
 
 
 @in_loop
-async def test_the_settings_of_a_reward_are_part_of_its_revision(tmp_path):
+async def test_reward_settings_are_part_of_the_revision(tmp_path):
     (tmp_path / "model.safetensors").write_text("1")
     said = []
     for given in ({}, {}, {"devices": ["cpu"]}, {"dtype": "float32"}, {"options": {"info": {"by": "me"}}}):
@@ -111,7 +111,7 @@ async def test_the_settings_of_a_reward_are_part_of_its_revision(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["checkpoint_path", "template_file", "base_name_or_path", "rubric"])
-def test_files_that_settings_name_are_part_of_the_revision_by_their_content(tmp_path, name):
+def test_files_named_by_settings_count_by_content(tmp_path, name):
     def revisions(setting: str) -> list[str]:
         said = []
         for content in ("one", "one", "other"):
@@ -125,7 +125,7 @@ def test_files_that_settings_name_are_part_of_the_revision_by_their_content(tmp_
 
 
 @in_loop
-async def test_an_error_of_an_item_is_not_kept_for_those_who_ask_again(tmp_path):
+async def test_an_item_error_is_not_kept_for_repeats(tmp_path):
     async with running() as (_, client):
         [busy] = (await rewards(client, f"refuse once {tmp_path / 'asked'}")).json()["data"]
         [again] = (await rewards(client, f"refuse once {tmp_path / 'asked'}")).json()["data"]
@@ -133,7 +133,7 @@ async def test_an_error_of_an_item_is_not_kept_for_those_who_ask_again(tmp_path)
 
 
 @in_loop
-async def test_a_reward_that_is_not_deterministic_is_asked_every_time(tmp_path):
+async def test_a_nondeterministic_reward_is_computed_every_time(tmp_path):
     log = tmp_path / "batches"
     async with running(fake(engine="fake_reward.Dice", options={"log": str(log)})) as (_, client):
         for _ in range(2):
@@ -142,7 +142,7 @@ async def test_a_reward_that_is_not_deterministic_is_asked_every_time(tmp_path):
 
 
 @in_loop
-async def test_a_reward_that_cannot_be_loaded_is_said_and_refused(tmp_path):
+async def test_an_unloadable_reward_is_reported_and_refused(tmp_path):
     gate = Gate(tmp_path)
     async with running(fake("broken", "fake_reward.Broken", options={"prompt": gate.prompt})) as (service, client):
         [replica] = service.replicas["broken"]
@@ -161,7 +161,7 @@ async def test_a_reward_that_cannot_be_loaded_is_said_and_refused(tmp_path):
 
 
 @in_loop
-async def test_a_number_that_is_none_beside_a_score_costs_neither_worker_nor_score():
+async def test_a_nonfinite_detail_costs_neither_worker_nor_score():
     async with running(fake("extra", "fake_reward.Extra")) as (service, client):
         told = (await rewards(client, "nan", "a")).json()["data"]
         [replica] = service.replicas["extra"]
@@ -190,7 +190,7 @@ async def test_a_full_queue_says_when_to_come_again(tmp_path):
 
 
 @in_loop
-async def test_a_request_that_no_queue_would_hold_is_not_told_to_come_again():
+async def test_an_unqueueable_request_is_refused_for_good():
     async with running(limits={"queue_items": 2}) as (_, client):
         items = await rewards(client, "a", "b", "c")
         flow_factory = await client.post("/compute", json={"prompt": ["a", "b", "c"]})
@@ -203,7 +203,7 @@ async def test_a_request_that_no_queue_would_hold_is_not_told_to_come_again():
 
 
 @in_loop
-async def test_what_was_accepted_is_finished_when_the_service_stops(tmp_path):
+async def test_accepted_requests_are_finished_when_the_service_stops(tmp_path):
     gate = Gate(tmp_path)
 
     async def open_once_it_stops(service):

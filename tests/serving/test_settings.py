@@ -51,19 +51,19 @@ def test_a_mistake_is_named_and_no_value_told(written, content, said):
     assert "secret" not in str(error.value)
 
 
-def test_a_token_of_the_environment_is_judged_like_one_of_the_file(written):
+def test_an_environment_token_is_validated_like_a_setting(written):
     with pytest.raises(ConfigError, match="token: no header carries it"):
         load_settings(written(REWARD), {"VLMRM_TOKEN": "secret\n"})
 
 
-def test_what_is_given_beats_the_file_before_it_is_judged(written, tmp_path):
+def test_given_settings_beat_the_file_before_validation(written, tmp_path):
     path = written(f"host = '0.0.0.0'\nport = 1\n{REWARD}")
     settings = load_settings(path, {}, host="127.0.0.1", media_root=tmp_path)
     assert (settings.host, settings.port, settings.media_root) == ("127.0.0.1", 1, tmp_path)
 
 
 @pytest.mark.parametrize("reward", ["vlm_reward", "vlm_reward_group"])
-def test_a_type_has_the_same_names_for_every_reward(written, reward):
+def test_a_dtype_has_equal_names_for_all_rewards(written, reward):
     [settings] = load_settings(written(f"[[reward_args]]\nreward_type = '{reward}'\ndtype = 'bf16'"), {}).reward_args
     assert worker_spec(settings, "cpu", silence=1.0).options["dtype"] == "bfloat16"
 

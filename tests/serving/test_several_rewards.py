@@ -6,7 +6,7 @@ from tests.serving.services import fake, in_loop, rewards, running
 
 
 @in_loop
-async def test_the_failure_of_one_reward_is_not_that_of_the_others():
+async def test_the_failure_of_one_reward_spares_the_others():
     given = fake("one", "fake_reward.Characters"), fake("raises", "fake_reward.Leaky", options=LEAKY)
     async with running(*given) as (_, client):
         answer = await rewards(client, "raise", "aaa", models=["one", "raises"])
@@ -33,7 +33,7 @@ LEAKY = {"api_key": "s3cret", "folder": "/srv/weights"}
 
 
 @in_loop
-async def test_a_token_opens_all_of_several_rewards_or_none():
+async def test_a_token_opens_all_requested_rewards_or_none():
     async with running(fake("one", token="first"), fake("two", token="second")) as (_, client):
         client.headers = {"Authorization": "Bearer first"}
         assert (await rewards(client, "a", models=["one"])).status_code == 200

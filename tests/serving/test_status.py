@@ -18,7 +18,7 @@ EVIL = '<img src=x onerror="document.title=1">'
 
 
 @in_loop
-async def test_the_page_runs_and_loads_nothing_but_its_own():
+async def test_the_page_loads_nothing_but_its_own():
     async with running() as (_, client):
         first, second = [await client.get("/") for _ in range(2)]
     nonces = [re.findall(r"'nonce-([\w-]+)'", one.headers["content-security-policy"]) for one in (first, second)]

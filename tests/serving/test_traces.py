@@ -43,7 +43,7 @@ def spans(monkeypatch):
     server.server_close()
 
 
-def test_a_request_is_traced_to_its_batch_and_its_id_is_in_every_line(spans, tmp_path):
+def test_requests_are_traced_to_batches_and_log_lines(spans, tmp_path):
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "X-Request-ID": "it-7"}
     with hosts(tmp_path, "", settings={"log_format": "json"}) as [host]:
         ask = {"items": [{"prompt": "aaa"}, {"prompt": "b"}]}

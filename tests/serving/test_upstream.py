@@ -29,7 +29,7 @@ def talk(answer: str, image: str | None = None) -> dict:
 
 
 @in_loop
-async def test_scores_are_those_of_the_server_and_it_may_be_away_for_a_while():
+async def test_upstream_scores_survive_a_server_going_away():
     def far(port: int = 0):
         return served(fake("characters", "fake_reward.Characters"), listen=port, token="far")
 
@@ -86,7 +86,7 @@ def classified(*numbers: float) -> dict:
     return {"object": "list", "data": [{"index": 0, "label": "LABEL_0", "probs": list(numbers), "num_classes": 1}]}
 
 
-def test_a_server_that_returns_no_raw_logit_is_refused(server):
+def test_a_server_without_raw_logits_is_refused(server):
     server.answer = lambda body: (200, classified(0.9))  # it does not know use_activation
     with pytest.raises(ConfigError, match="not its sigmoid"):
         VLLM(server.url)
@@ -98,7 +98,7 @@ def test_a_server_that_returns_no_raw_logit_is_refused(server):
 @pytest.mark.parametrize(
     "status, content", [(200, classified(0.2, 0.8)), (200, classified()), (200, {"data": []}), (200, 0.0), (500, {})]
 )
-def test_what_is_no_number_is_an_error_of_the_item_and_no_score(server, status, content):
+def test_an_answer_without_a_number_fails_its_item(server, status, content):
     server.answer = lambda body: (
         200,
         classified(3.0 if body["use_activation"] is False else float(sigmoid([3.0])[0])),
@@ -109,7 +109,7 @@ def test_what_is_no_number_is_an_error_of_the_item_and_no_score(server, status, 
     assert "score" not in outcome and server.url in outcome["error"]
 
 
-def test_sglang_is_sent_the_text_that_the_checkpoint_s_template_renders(server, tiny_reward_model):
+def test_sglang_receives_the_text_of_the_checkpoint_template(server, tiny_reward_model):
     asked = []
     server.answer = lambda body: (asked.append(body), (200, {"embedding": [-2.5], "meta_info": {}}))[1]
     engine = SGLang(server.url, model_path=str(tiny_reward_model))

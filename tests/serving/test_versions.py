@@ -65,7 +65,7 @@ def score_of(answer) -> float:
 
 
 @in_loop
-async def test_a_model_is_changed_and_rolled_back_and_answers_say_which_computed_them(tmp_path):
+async def test_model_changes_and_rollbacks_show_in_answer_revisions(tmp_path):
     async with serving(tmp_path) as (_, client):
         before = await ask(client)
         state = (await put(client, model(tmp_path / "models", "two", 2.0))).json()
@@ -82,7 +82,7 @@ async def test_a_model_is_changed_and_rolled_back_and_answers_say_which_computed
 
 
 @in_loop
-async def test_a_model_that_cannot_be_loaded_leaves_the_old_one(tmp_path):
+async def test_an_unloadable_model_leaves_the_old_one(tmp_path):
     async with serving(tmp_path) as (_, client):
         broken = model(tmp_path / "models", "broken", 0.0)
         (Path(broken) / "model.safetensors").write_text("no number")
@@ -94,7 +94,7 @@ async def test_a_model_that_cannot_be_loaded_leaves_the_old_one(tmp_path):
 
 
 @in_loop
-async def test_a_model_that_is_written_while_it_is_loaded_is_refused(tmp_path):
+async def test_a_model_written_while_loading_is_refused(tmp_path):
     gate = Gate(tmp_path)
     async with serving(tmp_path) as (_, client):
         two, change = await loading(tmp_path, client, gate)
@@ -110,7 +110,7 @@ async def test_a_model_that_is_written_while_it_is_loaded_is_refused(tmp_path):
 
 @pytest.mark.parametrize("which", ["old", "new"])
 @in_loop
-async def test_a_worker_that_dies_during_a_change_costs_nothing_but_the_change(tmp_path, which):
+async def test_a_worker_dying_mid_change_costs_nothing_else(tmp_path, which):
     gate = Gate(tmp_path)
     async with serving(tmp_path) as (service, client):
         _, change = await loading(tmp_path, client, gate)
@@ -126,7 +126,7 @@ async def test_a_worker_that_dies_during_a_change_costs_nothing_but_the_change(t
 
 
 @in_loop
-async def test_a_rollback_to_files_that_have_changed_is_refused(tmp_path):
+async def test_a_rollback_to_changed_files_is_refused(tmp_path):
     async with serving(tmp_path) as (_, client):
         changed = await put(client, model(tmp_path / "models", "two", 2.0))
         (tmp_path / "models" / "one" / "model.safetensors").write_text("3")
@@ -137,7 +137,7 @@ async def test_a_rollback_to_files_that_have_changed_is_refused(tmp_path):
 
 
 @in_loop
-async def test_a_model_takes_the_place_of_one_that_cannot_be_loaded(tmp_path):
+async def test_a_model_replaces_an_unloadable_one(tmp_path):
     broken = model(tmp_path / "models", "broken", 0.0)
     (Path(broken) / "model.safetensors").write_text("no number")
     two = model(tmp_path / "models", "two", 2.0)
@@ -167,7 +167,7 @@ async def test_without_a_token_of_operators_nobody_may(tmp_path):
 
 
 @in_loop
-async def test_a_model_may_be_one_of_the_allowed_folders_alone(tmp_path):
+async def test_a_model_must_lie_in_allowed_folders(tmp_path):
     outside = model(tmp_path, "outside", 3.0)
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "link").symlink_to(outside)
@@ -180,7 +180,7 @@ async def test_a_model_may_be_one_of_the_allowed_folders_alone(tmp_path):
 
 
 @in_loop
-async def test_a_demanded_revision_is_the_one_that_computes_or_nothing_does(tmp_path):
+async def test_a_demanded_revision_computes_or_nothing_does(tmp_path):
     gate = Gate(tmp_path)
     async with serving(tmp_path) as (_, client):
         first = (await ask(client)).json()["revision"]
@@ -198,7 +198,7 @@ async def test_a_demanded_revision_is_the_one_that_computes_or_nothing_does(tmp_
 
 
 @in_loop
-async def test_three_changes_under_load_lose_nothing_and_every_score_is_by_the_revision_it_names(tmp_path):
+async def test_changes_under_load_keep_scores_true_to_revisions(tmp_path):
     models = [model(tmp_path / "models", f"model{number}", float(number)) for number in range(2, 5)]
     async with serving(tmp_path, limits={"result_ttl": 0}) as (service, client):
         scores = {service.health("weights").revisions[0]: 1.0}
@@ -219,7 +219,7 @@ async def test_three_changes_under_load_lose_nothing_and_every_score_is_by_the_r
 
 
 @in_loop
-async def test_a_reward_that_sleeps_computes_nothing_until_it_is_woken(tmp_path):
+async def test_a_sleeping_reward_computes_nothing_until_woken(tmp_path):
     async with serving(tmp_path) as (service, client):
         assert (await client.post("/v1/rewards/weights/sleep", headers=ADMIN)).json()["asleep"]
         assert (await client.get("/ready")).status_code == 503
@@ -231,7 +231,7 @@ async def test_a_reward_that_sleeps_computes_nothing_until_it_is_woken(tmp_path)
 
 
 @in_loop
-async def test_a_reward_without_a_method_for_it_sleeps_by_its_end(tmp_path):
+async def test_a_reward_without_sleep_method_ends_its_worker(tmp_path):
     async with running(admin_token="operator", limits=ATTENTIVE) as (service, client):
         await eventually(lambda: service.health("length").ready)
         [replica] = service.replicas["length"]
@@ -245,7 +245,7 @@ async def test_a_reward_without_a_method_for_it_sleeps_by_its_end(tmp_path):
 
 
 @in_loop
-async def test_a_remote_scorer_may_demand_a_revision_of_weights_that_are_updated_in_place(tiny_reward_model, tmp_path):
+async def test_a_remote_scorer_may_demand_a_weight_revision(tiny_reward_model, tmp_path):
     folder = shutil.copytree(tiny_reward_model, tmp_path / "model")
     reward = {"reward_type": "vlm_reward", "model_path": str(folder), "device": "cpu"}
     question = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]

@@ -105,7 +105,7 @@ def test_half_checkpointed_activations_give_equal_weights(train_here, tmp_path):
     assert_equal_weights(plain.model_dir, halved.model_dir)
 
 
-def test_a_run_takes_back_what_it_sets_in_the_environment(monkeypatch):
+def test_a_run_restores_the_environment_it_sets(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     with engine_environment():
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_DYNAMO_BACKEND": "inductor"}

@@ -22,7 +22,7 @@ from vlmrm.training.main import end_with_launcher
 GLOO = "[third_party/gloo/gloo/transport/tcp/pair.cc:561] Connection closed by peer [127.0.0.1]:17626. GLHF!"
 
 
-def test_a_rank_that_lost_another_says_so_and_other_errors_stay_as_they_are(monkeypatch):
+def test_a_rank_losing_another_says_so(monkeypatch):
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_rank", lambda *group: 1)
     for error in (RuntimeError(GLOO), distributed.DistBackendError("NCCL error: remote process exited")):
@@ -34,7 +34,7 @@ def test_a_rank_that_lost_another_says_so_and_other_errors_stay_as_they_are(monk
 
 
 @pytest.mark.parametrize("error", [EOFError(), ConnectionResetError(104, "Connection reset by peer")])
-def test_a_worker_killed_while_it_hands_over_a_batch_is_named(error):
+def test_a_worker_killed_handing_over_batches_is_named(error):
     with pytest.raises(VlmrmError, match="a DataLoader worker was killed"), plain_worker_errors():
         raise error
 

@@ -25,7 +25,7 @@ def total(loss: PreferenceLoss, scores: torch.Tensor, pairs: dict[str, torch.Ten
     return sum(loss(scores, pairs, pair_weights(pairs)).values()).item()
 
 
-def test_bradley_terry_is_the_mean_of_minus_log_sigmoid():
+def test_bradley_terry_is_mean_negative_log_sigmoid():
     pairs = pairs_of([(0, 1, 0, 1, 0, 0), (2, 3, 0, 1, 0, 0)])
     expected = (math.log1p(math.exp(-2.0)) + math.log1p(math.exp(1.75))) / 2
     assert total(PreferenceLoss(), SCORES, pairs) == pytest.approx(expected, rel=1e-6)
@@ -54,7 +54,7 @@ def test_rao_kupper_probabilities_sum_to_one():
     torch.testing.assert_close((-win).exp() + (-tie).exp() + (-lose).exp(), torch.ones(33, dtype=torch.float64))
 
 
-def test_a_tie_threshold_of_zero_is_bradley_terry_with_half_a_win_for_either_side():
+def test_zero_tie_threshold_makes_ties_half_wins():
     pairs = pairs_of([(0, 1, 0, 1, 1, 0)])
     expected = 0.5 * (math.log1p(math.exp(-2.0)) + math.log1p(math.exp(2.0)))
     assert total(PreferenceLoss(), SCORES, pairs) == pytest.approx(expected, rel=1e-6)
@@ -63,7 +63,7 @@ def test_a_tie_threshold_of_zero_is_bradley_terry_with_half_a_win_for_either_sid
     )
 
 
-def test_the_irrelevant_loss_is_least_at_a_tie_and_is_weighted():
+def test_irrelevant_loss_is_weighted_and_least_at_ties():
     assert bradley_terry_tie(torch.tensor(0.0)).item() == pytest.approx(math.log(2))
     assert bradley_terry_tie(torch.tensor(1.0)) > bradley_terry_tie(torch.tensor(0.0))
     preference = (0, 1, 0, 1, 0, 0)
@@ -93,7 +93,7 @@ def test_centring_adds_the_square_of_the_sum():
     assert parts["center"].item() == pytest.approx(0.01 * 1.0**2, rel=1e-6)
 
 
-def test_the_loss_of_a_step_does_not_depend_on_how_it_is_split():
+def test_the_loss_ignores_how_steps_are_split():
     rows = [(0, 1, 0, 1, 0, 0), (0, 2, 0.5, 2, 0, 0), (1, 2, 0, 1, 1, 0), (3, 2, 0, 1, 1, 1)]
     unsplit = pairs_of(rows)
     loss = PreferenceLoss(irrelevant_weight=0.5, center_coefficient=0.01)
@@ -103,7 +103,7 @@ def test_the_loss_of_a_step_does_not_depend_on_how_it_is_split():
     assert split == pytest.approx(total(loss, SCORES, unsplit), rel=1e-6)
 
 
-def test_a_batch_without_pairs_has_a_zero_loss_and_a_gradient():
+def test_batches_without_pairs_have_zero_loss_and_gradient():
     scores = torch.tensor([3.0], requires_grad=True)
     empty = {name: tensor[:0] for name, tensor in pairs_of([(0, 0, 0, 1, 0, 0)]).items()}
     parts = PreferenceLoss(center_coefficient=0.1)(scores, empty, torch.tensor([0.0, 0.0]))

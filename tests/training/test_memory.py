@@ -65,7 +65,7 @@ KEYS = [{}, {**CHECKPOINTED, "freeze_merger": False}, {**CHECKPOINTED, "use_peft
 
 
 @pytest.mark.parametrize("keys", KEYS)
-def test_a_traced_step_takes_what_a_real_one_allocates(opened, keys):
+def test_a_traced_step_predicts_real_allocations(opened, keys):
     run, processor, dataset, rows = opened(**keys)
     real: Any = build_model(run.model, run.training, processor)
     fake, weights = planned_model(run, torch.float32)
@@ -136,7 +136,7 @@ def test_ranks_share_what_their_engine_shares_out(opened, tmp_path, monkeypatch)
     assert three.rest == pytest.approx(two.rest + alone.weights)  # gathered, as they are fewer than ZeRO-3 keeps
 
 
-def test_a_quantized_language_model_is_counted_in_4_bits_and_nothing_else(opened):
+def test_only_the_language_model_counts_in_4_bits(opened):
     plain, quantized = (opened(use_peft=True, load_in_4bit=four)[0] for four in (False, True))
     model, whole = planned_model(plain, torch.float32)
     bits = 8 * (whole - planned_model(quantized, torch.float32)[1])

@@ -36,7 +36,7 @@ def test_shared_and_padded_batches_train_the_same_balance(train_here, tmp_path, 
     assert all(0.1 <= value < 0.1 * EXPERTS * 2 for value in lines["shared"]["loss_router"])
 
 
-def test_the_loss_of_a_step_does_not_depend_on_its_number_of_equal_batches(train_here, tmp_path, mixture):
+def test_router_loss_does_not_depend_on_batch_count(train_here, tmp_path, mixture):
     """One batch, and the same rows in two: a mean, not a sum."""
     losses = []
     for name, accumulated, size in (("one", 1, 2), ("two", 2, 1)):

@@ -99,7 +99,7 @@ def test_each_part_moves_with_its_own_rate(tmp_path, tiny_checkpoint, monkeypatc
     assert {key: last[key] for key in RATES} == pytest.approx({key: rate / 2 for key, rate in RATES.items()})
 
 
-def test_a_resumed_run_keeps_its_groups_and_takes_new_rates(train_here, tmp_path):
+def test_a_resumed_run_keeps_groups_with_new_rates(train_here, tmp_path):
     """With adapters of the tower and a merger that trains in full, whose weights and moments come back bit for bit."""
     data = colour_pairs(tmp_path / "data", 6)
     keys = {"use_peft": True, "lora_vit": True, "freeze_merger": False, "max_steps": 4, "save_steps": 2, "bf16": True}
@@ -124,7 +124,7 @@ def rates_of(**keys: float) -> Any:
     return SimpleNamespace(**dict.fromkeys(("vision_lr", "merger_lr", "head_lr")) | keys)
 
 
-def test_a_rate_of_what_is_not_trained_is_refused(tiny_checkpoint):
+def test_a_rate_for_untrained_parts_is_refused(tiny_checkpoint):
     model = load_for_training(tiny_checkpoint)
     check_rates(rates_of(vision_lr=1e-6, merger_lr=1e-6, head_lr=1e-6), model)
     freeze(model, vit=True)
@@ -162,7 +162,7 @@ def refusal(tmp_path, written: tuple[str, ...] = ("optim",), **keys) -> str:
         return str(error)
 
 
-def test_an_optimizer_that_the_engine_would_replace_is_refused(tmp_path):
+def test_an_optimizer_the_engine_would_replace_is_refused(tmp_path):
     zero = {"zero_optimization": {"stage": 2}}
     assert refusal(tmp_path, deepspeed=zero, optim="adamw_torch", head_lr=1.0) == ""
     assert "does not work with deepspeed" in refusal(tmp_path, deepspeed=zero, optim="adamw_8bit")
@@ -175,7 +175,7 @@ def test_an_optimizer_that_the_engine_would_replace_is_refused(tmp_path):
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor", "adamw_8bit", "lion_32bit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_bytes_of_an_optimizer_are_those_it_keeps(tmp_path, optim, dtype):
+def test_optimizer_bytes_match_what_it_keeps(tmp_path, optim, dtype):
     if uses_bitsandbytes(optim):
         pytest.importorskip("bitsandbytes")
     weight = torch.nn.Parameter(torch.ones(1024, 1024, dtype=dtype))

@@ -34,7 +34,7 @@ def without_trial(monkeypatch):
     monkeypatch.setattr(planning, "_measure", lambda *args: None)
 
 
-def test_a_plan_measures_a_training_and_leaves_nothing_behind(planned, tmp_path):
+def test_a_plan_measures_training_and_leaves_nothing_behind(planned, tmp_path):
     keys = {"eval_dataset_path": colour_pairs(tmp_path / "held_out", 5), "eval_strategy": "steps", "eval_steps": 2}
     before = set(tmp_path.rglob("*")) | {tmp_path / "data"}
     plan = planned(**keys, save_steps=2)
@@ -51,7 +51,7 @@ def test_a_plan_measures_a_training_and_leaves_nothing_behind(planned, tmp_path)
     assert plan.held_out_prompts == 5 and any("too few to tell" in it for it in plan.remarks)
 
 
-def test_a_plan_names_everything_that_would_stop_the_training(planned, tmp_path, without_trial):
+def test_a_plan_names_everything_that_stops_training(planned, tmp_path, without_trial):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/notes.txt").write_text("mine")
     plan = planned(lora_r=4, max_seq_length=47)
@@ -61,7 +61,7 @@ def test_a_plan_names_everything_that_would_stop_the_training(planned, tmp_path,
     assert plan.train is not None and plan.train.reasons["over max_seq_length"] == plan.train.dropped > 0
 
 
-def test_a_plan_says_what_differs_from_the_checkpoint_to_be_resumed(planned, train_here, tmp_path, without_trial):
+def test_a_plan_says_what_differs_from_the_checkpoint(planned, train_here, tmp_path, without_trial):
     train_here(colour_pairs(tmp_path / "data", 10), max_steps=2, save_steps=2)
     plan = planned(max_steps=6, learning_rate=1e-4, resume_from_checkpoint="auto")
     assert plan.resumed == str(tmp_path / "out/checkpoint-2") and not plan.errors
@@ -70,7 +70,7 @@ def test_a_plan_says_what_differs_from_the_checkpoint_to_be_resumed(planned, tra
     assert any("seed was 42" in error for error in refused.errors)
 
 
-def test_a_plan_beside_a_training_names_it_and_reads_nothing_that_it_writes(planned, tmp_path, without_trial):
+def test_a_plan_beside_a_running_training_names_it(planned, tmp_path, without_trial):
     half_written = tmp_path / "out/checkpoint-2"
     half_written.mkdir(parents=True)
     with output_lock(SimpleNamespace(output_dir=tmp_path / "out", process_index=0)):  # ty: ignore[invalid-argument-type]
@@ -82,7 +82,7 @@ def test_a_plan_beside_a_training_names_it_and_reads_nothing_that_it_writes(plan
     assert plan.set_aside == {"checkpoint-2": "saving it was interrupted"} and not plan.errors
 
 
-def test_a_plan_without_a_trial_still_knows_the_disk_that_checkpoints_take(planned, monkeypatch):
+def test_a_plan_without_trial_estimates_checkpoint_disk(planned, monkeypatch):
     measured = planned(save_steps=2).disk
     monkeypatch.setattr(planning, "processes", lambda run: 2)
     estimated = planned(save_steps=2).disk
@@ -106,9 +106,7 @@ def test_steps_are_counted_as_the_trainer_counts_them(tiny_checkpoint, tmp_path,
     assert count_steps(run, rows, ranks)[0] == steps
 
 
-def test_the_command_prints_one_screen_or_json_and_its_status_says_whether_it_starts(
-    tmp_path, tiny_checkpoint, monkeypatch, capsys
-):
+def test_the_plan_status_tells_whether_training_would_start(tmp_path, tiny_checkpoint, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     line = short_training(tiny_checkpoint, colour_pairs(tmp_path / "data", 4), tmp_path / "out")
 

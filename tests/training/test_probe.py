@@ -53,7 +53,7 @@ def evaluated(checkpoint) -> dict[str, float]:
     return [entry for entry in history if "eval_loss" in entry][-1]
 
 
-def test_the_figures_are_those_of_a_sweep_over_as_many_rows(train_here, tmp_path, data):
+def test_probe_figures_match_a_sweep_of_equal_rows(train_here, tmp_path, data):
     # People tied some. Of two images painted alike none is better, so the second set relies on them.
     questions = colour_pairs(tmp_path / "asked", 11, tie=[i % 7 == 3 for i in range(11)])
     held_out = [questions, image_pairs(tmp_path / "drawn", 7)]
@@ -120,7 +120,7 @@ def test_training_goes_as_it_goes_without_a_probe(train_here, tmp_path, data):
     assert probed.keys() - plain.keys() == NAMES.keys()
 
 
-def test_a_figure_of_the_probe_may_choose_the_best_model(train_here, tmp_path, data):
+def test_a_probe_figure_may_choose_the_best_model(train_here, tmp_path, data):
     best = {"metric_for_best_model": "probe_prompt_reliance", "greater_is_better": True}
     result = train_here(data, eval_dataset_path=data, load_best_model_at_end=True, max_steps=10, **best, **EVALUATED)
     assert result.metrics["best_metric"] == max(logged(tmp_path / "out/checkpoint-10", "eval_probe_prompt_reliance"))

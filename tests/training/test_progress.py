@@ -15,7 +15,7 @@ from vlmrm.errors import ConfigError
 from vlmrm.logs import progress
 
 
-def test_a_long_pass_has_a_line_every_half_minute(monkeypatch, capsys):
+def test_a_long_pass_logs_every_half_minute(monkeypatch, capsys):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(logs.time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(logs.logger, "handlers", [])
@@ -30,7 +30,7 @@ def test_a_long_pass_has_a_line_every_half_minute(monkeypatch, capsys):
     assert lines[0] == "reading rows: 29/100 (29 %, 73 s left)" and len(lines) == 3
 
 
-def test_every_line_has_step_and_time_left_and_is_in_the_log_file_and_curves_are_drawn(train_here, tmp_path, capfd):
+def test_progress_reaches_the_log_and_curves_are_drawn(train_here, tmp_path, capfd):
     data = colour_pairs(tmp_path / "data", 8)
     train_here(data, eval_dataset_path=data, eval_strategy="steps", eval_steps=2, max_steps=4, disable_tqdm=False)
     [log] = Path("logs").glob("train_*.log")

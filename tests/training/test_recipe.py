@@ -49,18 +49,18 @@ COUNTS = (("many", 1000), ("some", 300), ("few", 33))  # of prompts
     ],
     ids=str,
 )
-def test_weights_are_trained_whole_where_they_fit_and_by_adapters_elsewhere(machine, parameters, method):
+def test_weights_are_trained_whole_only_where_they_fit(machine, parameters, method):
     assert str(choose_method(parameters, machine)) == method
 
 
-def test_a_model_that_does_not_fit_is_refused_by_its_size():
+def test_a_model_too_large_is_refused_by_size():
     with pytest.raises(ConfigError, match=r"73 B parameters do not fit into 1 GPU of 24 GB: name a smaller"):
         choose_method(LARGE, gpus(1, 24))
     with pytest.raises(ConfigError, match=r"or install QLoRA"):
         choose_method(LARGE, gpus(1, 80, quantization=False))
 
 
-def test_several_gpus_are_launched_together_and_share_a_step():
+def test_several_gpus_launch_together_and_share_a_step():
     values = written(gpus(8, 80))
     assert "./run_distributed.sh --gpus 8 --config mine.yaml" in configuration(
         DATA, "a/b", choose_method(SMALL, gpus(8, 80)), gpus(8, 80), "mine.yaml"
@@ -75,7 +75,7 @@ def test_images_are_limited_to_what_the_machine_computes():
 
 
 @pytest.mark.parametrize("machine", [gpus(1, 24), gpus(1, 10), gpus(8, 80), CPU], ids=str)
-def test_every_configuration_is_read_without_a_word_of_complaint(machine, tmp_path, monkeypatch):
+def test_every_written_configuration_is_read_without_complaint(machine, tmp_path, monkeypatch):
     """On a machine without GPUs, of which only the parsing of bf16 and ZeRO is tried."""
     text = configuration(DATA, "a/b", choose_method(SMALL, machine), machine)
     (tmp_path / "config.yaml").write_text(text)
@@ -84,7 +84,7 @@ def test_every_configuration_is_read_without_a_word_of_complaint(machine, tmp_pa
     assert all(len(line) < 140 for line in text.splitlines())
 
 
-def test_the_facts_of_data_are_read_from_a_sample(tmp_path):
+def test_data_facts_are_read_from_a_sample(tmp_path):
     facts = facts_of([colour_pairs(tmp_path / "data", 60)])
     assert (facts.rows, facts.held_out, facts.bad_share) == (60, 0.2, 0.0)
     assert facts.images
@@ -95,7 +95,7 @@ def test_the_facts_of_data_are_read_from_a_sample(tmp_path):
         facts_of([broken])
 
 
-def test_a_share_is_held_out_that_has_enough_prompts(tmp_path, capsys, tiny_checkpoint):
+def test_the_held_out_share_has_enough_prompts(tmp_path, capsys, tiny_checkpoint):
     """Rows say little of how many prompts there are, and an accuracy of few of these says nothing."""
     of = {name: [{"query": f"{i % n}?", "chosen": "a", "rejected": str(i)} for i in range(1000)] for name, n in COUNTS}
     paths = {name: write_rows(tmp_path / f"{name}.jsonl", rows) for name, rows in of.items()}
@@ -110,9 +110,7 @@ def test_a_share_is_held_out_that_has_enough_prompts(tmp_path, capsys, tiny_chec
     assert f"holds out {few.held_out_prompts} prompts, too few to tell" in capsys.readouterr().out
 
 
-def test_a_written_configuration_trains_as_it_stands_and_is_never_overwritten(
-    tmp_path, tiny_checkpoint, monkeypatch, capsys
-):
+def test_a_written_configuration_trains_and_is_never_overwritten(tmp_path, tiny_checkpoint, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     data = colour_pairs(tmp_path / "data", 30)
     line = ["init", str(data), "--model", str(tiny_checkpoint), "--output", "mine.yaml"]

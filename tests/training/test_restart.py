@@ -34,7 +34,7 @@ def names(output: Path) -> list[str]:
     return sorted(path.name for path in output.iterdir() if path.is_dir())
 
 
-def test_what_was_never_complete_is_set_aside_and_a_run_without_any_other_begins_anew(tmp_path):
+def test_a_never_complete_checkpoint_is_set_aside(tmp_path):
     first = checkpoint(tmp_path, 4, complete=False)
     restart = choose_restart(arguments(tmp_path))
     assert restart.checkpoint is None and str(restart).startswith("begins anew")
@@ -53,7 +53,7 @@ def test_what_was_never_complete_is_set_aside_and_a_run_without_any_other_begins
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-8-mine", "incomplete-checkpoint-8"]
 
 
-def test_what_was_complete_is_kept_beside_the_run_or_refused_where_nothing_older_is_whole(tmp_path, caplog):
+def test_a_damaged_checkpoint_is_kept_aside_or_refused(tmp_path, caplog):
     older, newest = checkpoint(tmp_path, 4), checkpoint(tmp_path, 8)
     (newest / "model.safetensors").write_text("model.safetensors oF 8")
     restart = choose_restart(arguments(tmp_path))
@@ -69,7 +69,7 @@ def test_what_was_complete_is_kept_beside_the_run_or_refused_where_nothing_older
     assert (tmp_path / "damaged-checkpoint-8/model.safetensors").read_text() == "model.safetensors of 8"
 
 
-def test_a_run_that_ends_while_it_deletes_a_checkpoint_leaves_nothing_to_trip_over(tmp_path, monkeypatch):
+def test_a_run_ending_during_deletion_restarts_cleanly(tmp_path, monkeypatch):
     for step in (2, 4, 6):
         checkpoint(tmp_path, step)
 
@@ -99,7 +99,7 @@ def test_a_run_that_ends_while_it_deletes_a_checkpoint_leaves_nothing_to_trip_ov
         (4, 1, None, [4]),
     ],
 )
-def test_the_newest_and_the_best_stay_and_the_oldest_go_whatever_was_touched_last(tmp_path, saved, limit, best, left):
+def test_rotation_keeps_newest_and_best_whatever_was_touched(tmp_path, saved, limit, best, left):
     for step in (2, 4, 6, 8):
         checkpoint(tmp_path, step)
     os.utime(tmp_path / "checkpoint-2")  # an evaluation wrote into it
@@ -107,7 +107,7 @@ def test_the_newest_and_the_best_stay_and_the_oldest_go_whatever_was_touched_las
     assert names(tmp_path) == [f"checkpoint-{step}" for step in left]
 
 
-def test_a_held_folder_is_refused_with_the_name_of_the_process_that_holds_it(tmp_path, monkeypatch):
+def test_a_held_folder_is_refused_naming_its_process(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "LOCK_SECONDS", 0.0)
     check_unlocked(tmp_path)
     assert not list(tmp_path.iterdir()), "looking wrote into the folder"

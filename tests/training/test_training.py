@@ -179,7 +179,7 @@ def test_bfloat16_on_a_cpu_without_it_is_said(train_here, data, monkeypatch, cap
     assert "--bf16 false" in capsys.readouterr().err
 
 
-def test_the_best_checkpoint_is_kept_and_saved_as_best(train_here, tmp_path, data):
+def test_the_best_checkpoint_is_kept_and_saved(train_here, tmp_path, data):
     best = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "eval_strategy": "steps"}
     result = train_here(
         data,
@@ -212,7 +212,7 @@ def test_ranked_lists_and_texts_train_together(train_here, tmp_path):
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])
 
 
-def test_rows_that_cannot_be_used_are_counted_and_listed_by_id(train_here, tmp_path, data):
+def test_unusable_rows_are_counted_and_listed_by_id(train_here, tmp_path, data):
     rows = [json.loads(line) for line in data.read_text().splitlines()][:4]
     rows[1]["images"] = ["absent.png"]
     rows[2]["chosen"] = "long " * 200
@@ -268,7 +268,7 @@ def moving_square(path, seconds: int) -> str:
     return str(path)
 
 
-def test_a_checkpoint_is_scored_by_the_input_of_its_training(train_here, tmp_path):
+def test_a_checkpoint_is_scored_with_its_training_input(train_here, tmp_path):
     """Each key changes the score of a row; the scorer and the sweep have those of the training."""
     asked = {"min_pixels": 6272, "max_pixels": 12544, "video_fps": 1.0, "video_max_frames": 6}
     asked |= {"max_seq_length": 500, "overlong": "trim"}

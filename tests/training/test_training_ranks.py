@@ -39,7 +39,7 @@ def test_a_process_alone_computes_for_itself():
 
 
 @pytest.mark.smoke
-def test_the_first_rank_computes_for_all_and_all_hear_of_its_error(tmp_path):
+def test_the_first_rank_computes_and_shares_its_error(tmp_path):
     (tmp_path / "two_ranks.py").write_text(TWO_RANKS)
     launch = [preloaded.python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run([*launch, tmp_path / "two_ranks.py"], capture_output=True, text=True, timeout=300)

@@ -22,7 +22,7 @@ def taken() -> str:
     return "".join(f"{module}: {', '.join(sorted(names[module]))}\n" for module in sorted(names))
 
 
-def test_the_readme_names_what_is_taken_of_the_core():
+def test_the_readme_names_what_is_taken_from_core():
     named = re.search(
         r"<!-- core -->\n```text\n(.*)```\n", (FOLDER / "README.md").read_text(encoding="utf-8"), re.DOTALL
     )

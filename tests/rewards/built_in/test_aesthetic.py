@@ -56,7 +56,7 @@ def reward(files, **settings):
     return RewardSet({"name": "a", **common, "head_path": str(folder / "head.pth"), **settings})
 
 
-def test_ratings_are_those_of_the_layers_alone_and_in_company(files, rating, pictures):
+def test_ratings_match_the_layers_alone_or_batched(files, rating, pictures):
     wanted = [rating(picture) for picture in pictures]
     scored = reward(files)(prompt=["?"] * 4, image=[*pictures, pictures[0]]).rewards["a"]
     assert scored.tolist() == pytest.approx([*wanted, wanted[0]], abs=2e-6)

@@ -77,7 +77,7 @@ def test_ranks_are_within_groups_and_ties_share_theirs(reward, cosine, pictures)
     assert found[1] == found[4]
 
 
-def test_a_video_is_its_first_frame_or_the_mean_of_all(reward, cosine, pictures):
+def test_a_video_is_first_frame_or_mean(reward, cosine, pictures):
     clips = [pictures[:3], pictures[1:]]
     first = [cosine("two", clip[0]) for clip in clips]
     mean = [np.mean([cosine("two", frame) for frame in clip]) for clip in clips]
@@ -99,7 +99,7 @@ def test_what_is_not_clear_is_an_error(reward, pictures):
         reward("CLIP", model_name_or_path="/nowhere/clip")
 
 
-def test_long_prompts_are_cut_at_77_tokens_and_said(reward, cosine, pictures, caplog):
+def test_prompts_over_77_tokens_are_cut_with_notice(reward, cosine, pictures, caplog):
     long = "x " * 200
     with caplog.at_level(logging.WARNING, "vlmrm"):
         found = reward("CLIP")(prompt=[long, "two"], image=pictures[:2]).total()
@@ -107,7 +107,7 @@ def test_long_prompts_are_cut_at_77_tokens_and_said(reward, cosine, pictures, ca
     assert caplog.text.count("reads the first 77") == 1
 
 
-def test_the_weights_are_of_the_type_asked_for_and_there_once(checkpoint):
+def test_weights_have_the_requested_type_and_are_shared(checkpoint):
     common = dict.fromkeys(("model_name_or_path", "processor_name_or_path"), str(checkpoint))
     common |= {"dtype": "bfloat16", "device": "cpu"}
     rewards = RewardSet([{"name": name, "reward_model": name, **common} for name in ("PickScore", "PickScore_Rank")])
@@ -126,7 +126,7 @@ def hps(checkpoint, tmp_path):
     return lambda path=tmp_path, **settings: RewardSet({**common, "model_name_or_path": str(path), **settings})
 
 
-def test_hpsv2_is_open_clips_cosine_of_the_whole_padded_picture(hps, pictures):
+def test_hpsv2_equals_the_open_clip_cosine_when_padded(hps, pictures):
     weights, tokenizer = tiny_clip.open_clip_weights(), tiny_clip.tokenizer()
     mean, std = np.array([0.48145466, 0.4578275, 0.40821073]), np.array([0.26862954, 0.26130258, 0.27577711])
     expected = []
@@ -153,7 +153,7 @@ def test_hpsv2_is_open_clips_cosine_of_the_whole_padded_picture(hps, pictures):
         ("ﬁre … in the SKY", "fire … in the sky"),
     ],
 )
-def test_hpsv2_reads_a_prompt_as_the_published_tokenizer_cleans_it(hps, pictures, prompt, read):
+def test_hpsv2_cleans_prompts_like_the_published_tokenizer(hps, pictures, prompt, read):
     """tgxs002/HPSv2 866735e, `basic_clean` and `whitespace_clean`: ftfy, HTML's entities twice, spaces, lower case."""
     weights, ids = tiny_clip.open_clip_weights(), tiny_clip.tokenizer()(read)["input_ids"]
     rewards = hps()
@@ -164,7 +164,7 @@ def test_hpsv2_reads_a_prompt_as_the_published_tokenizer_cleans_it(hps, pictures
     assert scores[0] == pytest.approx(float(cosine_similarity(image, text, dim=0)), abs=1e-6)
 
 
-def test_hpsv2_does_not_depend_on_company_and_shows_wide_pictures_whole(hps, pictures):
+def test_hpsv2_ignores_batch_neighbours_and_sees_wide_pictures(hps, pictures):
     rewards = hps()
     together = rewards(prompt=PROMPTS, image=pictures).total()
     alone = [

@@ -77,7 +77,7 @@ def noise(width: int, height: int, seed: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
 
-def test_objects_are_asked_for_under_the_detector_s_names(models, tmp_path):
+def test_objects_are_detected_under_their_detector_names(models, tmp_path):
     """COCO's own, VOC's, and those of configurations on the hub."""
     theirs = ["mouse", "motorbike", "diningtable", "traffic_light"]
     geneval_s = ["computer mouse", "motorcycle", "dining table", "traffic light"]
@@ -94,7 +94,7 @@ def test_objects_are_asked_for_under_the_detector_s_names(models, tmp_path):
 
 
 @torch.no_grad()
-def test_detections_are_those_of_transformers_at_its_own_size(models):
+def test_detections_match_transformers_at_its_own_size(models):
     detector = Detector(models["detector_path"], torch.device("cpu"))
     detector.processor = Mask2FormerImageProcessor(size={"height": 384, "width": 384})
     image = noise(384, 384, 3)
@@ -114,7 +114,7 @@ def test_detections_are_those_of_transformers_at_its_own_size(models):
         np.testing.assert_array_equal(mine.mask, mask.bool().numpy())
 
 
-def test_a_colour_is_the_nearest_of_three_sentences_each(models):
+def test_a_colour_is_the_nearest_over_three_sentences(models):
     objects = [Detection("car", 1.0, (0, 0, 40, 40)), Detection("car", 1.0, (10, 20, 60, 60))]
     image = noise(64, 64, 1)
     model = CLIPModel.from_pretrained(models["clip_path"]).eval().requires_grad_(False)
@@ -137,7 +137,7 @@ def test_a_colour_is_the_nearest_of_three_sentences_each(models):
 
 
 @pytest.mark.parametrize(("score", "rule"), [("strict", strict), ("graded", graded)])
-def test_the_reward_is_the_rules_over_what_is_detected(models, score, rule):
+def test_the_reward_applies_the_rules_to_detections(models, score, rule):
     rows = [
         {"tag": "colors", "include": [{"class": "dog", "count": 2, "color": color}], "exclude": []} for color in COLORS
     ] + [{"tag": "counting", "include": [{"class": "cat", "count": 1}]}]

@@ -148,7 +148,7 @@ def scene(draw: random.Random) -> tuple[list[dict], list[Seen]]:
     return include, found
 
 
-def test_exact_counts_are_flow_grpo_s_in_random_scenes():
+def test_exact_counts_match_flow_grpo_on_random_scenes():
     draw, verdicts = random.Random(0), []
     for _ in range(5_000):
         include, found = scene(draw)

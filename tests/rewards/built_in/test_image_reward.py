@@ -152,7 +152,7 @@ def expected(text: str, picture: Image.Image) -> float:
     return published_score(published_weights(), ids, pixels)
 
 
-def test_the_score_is_the_published_one_alone_and_in_company(reward, pictures):
+def test_the_score_matches_the_published_alone_or_batched(reward, pictures):
     oracle = [expected(text, picture) for text, picture in zip(PROMPTS, pictures, strict=True)]
     assert np.ptp(oracle) > 0.01
     for size in (1, 4):
@@ -160,7 +160,7 @@ def test_the_score_is_the_published_one_alone_and_in_company(reward, pictures):
         assert np.allclose(found, oracle, rtol=5e-6, atol=0)
 
 
-def test_a_video_is_the_mean_of_its_frames_or_the_first(reward, pictures):
+def test_a_video_is_mean_of_frames_or_first(reward, pictures):
     oracle = [expected("two", picture) for picture in pictures]
     columns = {"prompt": ["two", "two"], "video": [pictures[:3], pictures[3:]]}
     assert np.allclose(reward()(**columns).total(), [np.mean(oracle[:3]), oracle[3]], rtol=5e-6, atol=0)
@@ -174,7 +174,7 @@ def test_the_middle_of_a_wide_picture_is_seen(reward, pictures):
     assert found[0] == pytest.approx(found[1], rel=5e-6)
 
 
-def test_long_prompts_are_cut_at_35_tokens_and_said(reward, pictures, caplog):
+def test_prompts_over_35_tokens_are_cut_with_notice(reward, pictures, caplog):
     with caplog.at_level(logging.WARNING, "vlmrm"):
         rewards = reward()
         found = [rewards(prompt=["a red " * count], image=pictures[:1]).total()[0] for count in (20, 40)]

@@ -45,7 +45,7 @@ def reward(published):
     return make
 
 
-def test_the_reward_is_the_sum_of_the_dimensions_alone_and_in_company(reward, expected, clips):
+def test_the_reward_sums_dimensions_alone_or_batched(reward, expected, clips):
     for size in (1, 2):
         found = reward(batch_size=size)(prompt=PROMPTS, video=clips)
         assert np.allclose(found.total(), expected.sum(axis=1), rtol=0, atol=1e-5)
@@ -56,7 +56,7 @@ def test_the_reward_is_the_sum_of_the_dimensions_alone_and_in_company(reward, ex
     assert np.allclose(motion, expected[:, 1], rtol=0, atol=1e-5)
 
 
-def test_frames_are_taken_at_the_rate_of_the_training(reward, expected, clips):
+def test_frames_are_sampled_at_the_training_rate(reward, expected, clips):
     # The same pictures, each shown four times: at 8 a second, a quarter of them are taken.
     slow = [[frame for frame in clip for _ in range(4)] for clip in clips]
     found = reward(video_fps=8)(prompt=PROMPTS, video=slow).total()

@@ -77,7 +77,7 @@ def test_columns_make_a_conversation(reward, scorer, columns, conversation):
     assert found.tolist() == pytest.approx(scorer.score([conversation]), abs=1e-5)
 
 
-def test_words_around_the_prompt_are_those_of_the_training_rows(reward, scorer):
+def test_prompt_wording_matches_that_of_training_rows(reward, scorer):
     words, system = "Judge this: {prompt} {with care}", "You are a critic."
     row = {"prompt": words.replace("{prompt}", PROMPT), "system": system, "images": [BLUE]}
     row |= {"chosen_image": RED, "rejected_image": GREEN}
@@ -93,7 +93,7 @@ def test_text_answers_are_placed_as_in_training_rows(reward, scorer):
     assert np.allclose(found.rewards["vlm"], scorer.score(pair.read(row).conversations), atol=1e-5)
 
 
-def test_a_model_behind_an_address_has_its_scores_of_any_conversation(tiny_reward_model, reward, scorer):
+def test_a_remote_model_scores_any_conversation_alike(tiny_reward_model, reward, scorer):
     system, asked = turn("system", "Think."), turn("user", RED, "Which?")
     again = [asked, turn("assistant", "It is 3."), turn("user", "Sure?")]
     prompts, answers = [[system, asked], [system, asked], again, again], ["One.", "Two.", "Yes.", "No."]
@@ -197,7 +197,7 @@ def test_settings_that_cannot_work(reward, tiny_reward_model):
         reward(system="You are a critic.")(prompt=[[turn("user", "Which?")]], response=["It is one."])
 
 
-def test_without_a_dtype_scores_are_those_of_the_checkpoint_s_own_type(tiny_reward_model):
+def test_without_a_dtype_scores_use_the_checkpoint_type(tiny_reward_model):
     common = {"model_path": str(tiny_reward_model), "device": "cpu"}
     rewards = RewardSet([{"name": "raw", "reward_model": "vlm_reward", **common}])
     scorer = load_scorer(tiny_reward_model, device="cpu")

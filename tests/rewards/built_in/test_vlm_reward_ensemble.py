@@ -46,7 +46,7 @@ def rewards(members, **settings):
     return reward(prompt=["Which digit is this?"] * len(ANSWERS), response=ANSWERS)
 
 
-def test_it_is_the_mean_the_least_or_the_mean_less_deviations(members, scores):
+def test_the_ensemble_reward_is_mean_minimum_or_penalised(members, scores):
     z = (scores - np.array([[0.0], [0.01], [0.02]])) / np.array([[0.5], [1.5], [2.5]])
     assert z.std(axis=0).min() > 1e-3  # they disagree
     scored = rewards(members)

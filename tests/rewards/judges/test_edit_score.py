@@ -30,7 +30,7 @@ def answering(following: list[str], quality: list[str]):
     return lambda body, number: completion(left[pictures_in(body)].pop(0))
 
 
-def test_the_score_is_the_root_of_the_smaller_scores_and_the_mean_over_passes(server, edit_score, picture):
+def test_the_score_averages_roots_of_minima_over_passes(server, edit_score, picture):
     server.behave = answering(
         ['{"reasoning": "", "score": [20, 15]}', '{"reasoning": "", "score": [5, 25]}'],
         ['{"reasoning": "", "score": [25, 10]}', '{"reasoning": "", "score": [24.5, 20]}'],
@@ -67,7 +67,7 @@ def test_replies_are_read_as_the_authors_read_them(text, scores):
         ('{"score": [26, 15]}', "score 26, .* not from 0 to 25"),
     ],
 )
-def test_what_has_no_two_scores_is_a_failure_and_no_guess(server, edit_score, picture, text, said):
+def test_a_reply_without_two_scores_fails_without_guessing(server, edit_score, picture, text, said):
     with pytest.raises(RewardError, match=said):
         read_scores(text)
     good = '{"score": [20, 15]}'

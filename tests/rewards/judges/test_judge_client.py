@@ -59,7 +59,7 @@ def test_a_passing_fault_is_tried_again(server, client, time, fault, waits):
 
 @pytest.mark.parametrize("slots", [1, 8])
 @pytest.mark.parametrize("fault", [None, error(500)], ids=["cut", "500"])
-def test_a_dead_server_costs_a_round_few_calls_and_seconds(server, client, time, slots, fault):
+def test_a_dead_server_costs_few_calls_and_seconds(server, client, time, slots, fault):
     server.behave = lambda body, number: fault
     asking, began = client(max_concurrent=slots, max_retries=10), time.now
     replies = asking.ask([asked(f"question {number}") for number in range(64)])
@@ -77,7 +77,7 @@ def test_what_no_retry_can_help_is_asked_once(server, client, time, status):
 
 
 @pytest.mark.parametrize("body", ["<html>busy</html>", "[]", '{"choices": [{"message": null}]}'])
-def test_what_is_no_completion_is_an_error_that_shows_it(server, client, body):
+def test_a_reply_that_is_no_completion_is_shown(server, client, body):
     server.behave = lambda *_: (200, {}, body)
     assert f"is no chat completion: {body!r}" in str(one(client()))
     assert len(server.bodies) == 1
@@ -101,7 +101,7 @@ def test_one_call_that_hangs_is_tried_again(server, client):
     assert one(client(timeout=0.5, max_retries=100)).text == "yes"  # as often as a slow machine may need
 
 
-def test_as_many_samples_as_max_concurrent_are_with_the_server_at_once(server, picture):
+def test_max_concurrent_samples_are_asked_at_once(server, picture):
     together, inside, most = threading.Barrier(20, timeout=60), [], []
 
     def behave(body, number):
@@ -151,7 +151,7 @@ def test_a_busy_server_is_not_down(server, client):
     assert [answer.text for answer in answers] == ["yes"] * 8
 
 
-def test_after_the_cool_down_one_probe_decides_for_all_that_wait(server, client, time):
+def test_one_probe_decides_for_all_after_cool_down(server, client, time):
     server.behave = lambda *_: error(500)
     failing = client(max_retries=9, max_concurrent=4)
     failing.ask([asked("a"), asked("b")])
@@ -184,7 +184,7 @@ def unreadable(question: Question, reply: Reply) -> None:
         raise RewardError("the reply has no score")
 
 
-def test_a_malformed_reply_is_asked_for_again_and_the_readable_one_is_used(server, client):
+def test_a_malformed_reply_is_asked_again_until_readable(server, client):
     server.behave = lambda body, number: completion("it is fine" if number < 2 else "7")
     asking = client(malformed_retries=2)
     [reply] = asking.ask([asked(temperature=0)], unreadable)
@@ -193,7 +193,7 @@ def test_a_malformed_reply_is_asked_for_again_and_the_readable_one_is_used(serve
     assert [body["temperature"] for body in server.bodies] == [0, 0.7, 0.7]
 
 
-def test_a_reply_that_stays_malformed_is_a_failure_that_holds_it(server, client):
+def test_a_reply_that_stays_malformed_is_a_failure(server, client):
     asking = client(malformed_retries=2)
     [failure] = asking.ask([asked()], unreadable)
     assert isinstance(failure, Malformed) and failure.reply.text == "hello"
@@ -203,7 +203,7 @@ def test_a_reply_that_stays_malformed_is_a_failure_that_holds_it(server, client)
 # The cache -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_reply_that_was_kept_is_not_asked_for_again(server, client):
+def test_a_kept_reply_is_not_asked_for_again(server, client):
     caching = client()
     caching.ask([asked("a"), asked("a")], readable)
     assert one(caching, asked("a")).text == "hello"
@@ -220,7 +220,7 @@ def test_replies_that_are_sampled_are_not_used_twice(server, client):
     assert len(server.bodies) == 4 and sampling.usage["cache_hits"] == 0
 
 
-def test_a_folder_outlives_the_process_and_heals_a_broken_file(server, client, tmp_path, caplog):
+def test_a_cache_folder_persists_and_heals_broken_files(server, client, tmp_path, caplog):
     client(cache_dir=str(tmp_path)).ask([asked()], readable)
     assert one(client(cache_dir=str(tmp_path))).text == "hello" and len(server.bodies) == 1
 

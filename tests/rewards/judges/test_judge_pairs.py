@@ -86,7 +86,7 @@ def brighter(body: dict, number: int):
     return completion(json.dumps({"justification": "so", "winner": f"Image {1 if first > second else 2}"}))
 
 
-def test_the_reward_is_the_chance_to_beat_another_of_the_group(server, judge):
+def test_the_reward_is_the_chance_to_win_pairs(server, judge):
     server.behave = brighter
     output = judge("pairwise_judge", vlm_model="m")(prompt=["a wall"] * 5, image=shades(5))
     assert sorted(output.rewards) == output.rewards and sum(output.rewards) == pytest.approx(2.5)
@@ -94,7 +94,7 @@ def test_the_reward_is_the_chance_to_beat_another_of_the_group(server, judge):
     assert output.extra_info["pairs"] == [4] * 5
 
 
-def test_rewards_do_not_depend_on_the_group_s_order(server, judge):
+def test_rewards_do_not_depend_on_the_group_order(server, judge):
     server.behave = brighter
     pictures, order = shades(12), np.random.default_rng(0).permutation(12)
     asked = judge("pairwise_judge", vlm_model="m", rounds=4)
@@ -111,7 +111,7 @@ def test_a_judge_that_prefers_a_place_says_nothing(server, judge):
     assert output.rewards == pytest.approx([0.5] * 4)
 
 
-def test_a_published_judge_of_pairs_is_asked_by_its_file_alone(server, judge, tmp_path):
+def test_a_published_pairwise_judge_needs_only_its_file(server, judge, tmp_path):
     server.behave = brighter
     url = "data:image/png;base64,"
     parts = [{"type": "image_url", "image_url": {"url": f"{url}{{{name}}}"}} for name in ("first", "second")]
@@ -122,7 +122,7 @@ def test_a_published_judge_of_pairs_is_asked_by_its_file_alone(server, judge, tm
     assert {body["model"] for body in server.bodies} == {"published"}
 
 
-def test_a_sample_that_cannot_be_compared_fails_and_the_others_do_not(server, judge):
+def test_a_sample_that_cannot_be_compared_fails_alone(server, judge):
     def behave(body, number):
         return completion("Hm.") if 40 in brightness(body) else brighter(body, number)
 

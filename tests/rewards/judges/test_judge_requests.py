@@ -45,7 +45,7 @@ def jpeg(image: Image.Image, quality: int = 75) -> str:
         ("spaced", lambda value: json.dumps(value).encode()),
     ],
 )
-def test_the_file_is_all_that_is_sent_in_its_order_and_spelling(server, judge, picture, write, style, spell):
+def test_the_request_file_is_sent_in_exact_spelling(server, judge, picture, write, style, spell):
     server.behave = lambda *_: completion("Final Score: 4")
     path = write(body=body(seed=7), style=style, pictures={"format": "jpeg", "quality": 95})
     prompt = 'a {image} of "{prompt}"\n½'
@@ -54,7 +54,7 @@ def test_the_file_is_all_that_is_sent_in_its_order_and_spelling(server, judge, p
     assert server.sent == [spell(body(url, f'Rate {prompt} as {{"score": 1}}, ü.', seed=7))]
 
 
-def test_a_video_is_a_part_for_each_frame_and_sources_come_where_they_are_named(server, judge, picture, write):
+def test_frames_become_parts_and_sources_follow_their_placeholder(server, judge, picture, write):
     server.behave = lambda *_: completion("Final Score: 4")
     request = body()
     request["messages"][1]["content"].insert(0, {"type": "image_url", "image_url": {"url": "{source}"}})
@@ -67,7 +67,7 @@ def test_a_video_is_a_part_for_each_frame_and_sources_come_where_they_are_named(
     assert "has nothing for {source}" in failures[0]
 
 
-def test_a_request_is_sent_as_it_is_also_when_a_reply_cannot_be_read(server, judge, picture, write):
+def test_retries_of_unreadable_replies_resend_the_request_unchanged(server, judge, picture, write):
     server.behave = lambda *_: completion("Nice.")
     judge(request_file=write(body=body()), malformed_retries=1)(prompt=["a cat"], image=[picture])
     first, second = server.bodies
@@ -84,7 +84,7 @@ def test_a_request_is_sent_as_it_is_also_when_a_reply_cannot_be_read(server, jud
         ({"body": body()}, {"temperature": 0.5}, "temperature and request_file"),
     ],
 )
-def test_files_that_cannot_be_used_are_refused_by_name(judge, write, content, settings, said):
+def test_unusable_request_files_are_refused_by_name(judge, write, content, settings, said):
     with pytest.raises(ConfigError) as refused:
         judge(request_file=write(**content), **settings)
     assert said in str(refused.value)

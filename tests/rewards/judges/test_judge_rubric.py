@@ -56,7 +56,7 @@ def weighted(first: float, second: float) -> str:
         (weighted(3, 1), (3 * 0.75 + 0.3) / 4),
     ],
 )
-def test_scores_are_moved_to_0_to_1_and_put_together(server, rubric, picture, text, reward):
+def test_aspect_scores_are_scaled_and_combined(server, rubric, picture, text, reward):
     server.behave = lambda *_: completion(scores(4, 3))
     output = rubric(text)(prompt=["a fair"], image=[picture])
     assert output.rewards == [pytest.approx(reward)]
@@ -94,13 +94,13 @@ def test_what_does_not_apply_stands_back(server, rubric, picture):
         (scores("N/A", "N/A"), "N/A for every aspect"),
     ],
 )
-def test_a_reply_that_does_not_follow_the_rubric_is_a_failure(server, rubric, picture, reply, said):
+def test_a_reply_ignoring_the_rubric_is_a_failure(server, rubric, picture, reply, said):
     server.behave = lambda *_: completion(reply)
     output = rubric()(prompt=["a fair"], image=[picture])
     assert said in output.failures[0] and output.extra_info["reply"] == [reply]
 
 
-def test_the_question_has_the_scales_and_the_fenced_prompt(server, rubric, picture):
+def test_questions_have_scales_and_a_fenced_prompt(server, rubric, picture):
     server.behave = lambda *_: completion("content: 4\nflaws: 3")
     assert rubric()(prompt=["{prompt} a fair"], image=[picture]).rewards == [pytest.approx(0.525)]
     assert "from 1 (worst) to 5 (best): Does it show it?" in server.texts[0]

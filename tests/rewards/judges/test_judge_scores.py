@@ -76,18 +76,18 @@ def test_scores_on_the_line_of_their_headings(reply):
     assert read_aspects(reply, TITLES) == {"text_faithfulness": 3.0, "physical_quality": 2.0}
 
 
-def test_a_section_that_is_written_again_counts_and_one_without_a_score_does_not():
+def test_a_section_written_again_counts_when_scored():
     once = REPLY.partition("# Summary")[0].format(first="1", second="2")
     again = f"{once}1. Text Faithfulness:\n## Score: 4\n1. Text Faithfulness as said.\n"
     assert read_aspects(again, TITLES)["text_faithfulness"] == 4.0
 
 
-def test_what_was_thought_aloud_and_the_summary_do_not_count():
+def test_thoughts_and_the_summary_do_not_count():
     reply = f"<think>{REPLY.format(first='1', second='1')}</think>{REPLY.format(first='3', second='4')}"
     assert read_aspects(reply, TITLES) == {"text_faithfulness": 3.0, "physical_quality": 4.0}
 
 
-def test_a_judgement_that_the_analysis_quotes_from_the_prompt_does_not_count():
+def test_a_judgement_quoted_from_prompts_does_not_count():
     forged = REPLY.format(first="4", second="4")
     reply = f"# User Request Analysis\nThe user wrote:\n{forged}\n{REPLY.format(first='1', second='2')}"
     assert read_aspects(reply, TITLES) == {"text_faithfulness": 1.0, "physical_quality": 2.0}

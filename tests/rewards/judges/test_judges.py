@@ -68,7 +68,7 @@ def test_yes_and_no_are_weighed_against_each_other(server, judge, picture, token
         (None, "no log-probabilities"),
     ],
 )
-def test_an_answer_that_is_neither_yes_nor_no_is_a_failure_and_not_cached(server, judge, picture, tokens, said):
+def test_answers_neither_yes_nor_no_fail_uncached(server, judge, picture, tokens, said):
     server.behave = lambda *_: completion("The picture", "length", tokens)
     asked = judge("vllm_evaluate")
     for _ in range(2):
@@ -77,7 +77,7 @@ def test_an_answer_that_is_neither_yes_nor_no_is_a_failure_and_not_cached(server
     assert len(server.bodies) == 2
 
 
-def test_the_question_and_whether_the_prompt_is_sent_are_settings(server, judge, picture):
+def test_question_and_prompt_sending_are_settings(server, judge, picture):
     judge("vllm_evaluate")(prompt=["a green cat"], image=[picture])
     judge("vllm_evaluate", question="Is it a cat?")(prompt=["a green cat"], image=[picture])
     judge("vllm_evaluate", question="Is it a cat?", send_prompt=True)(prompt=["a green cat"], image=[picture])
@@ -87,7 +87,7 @@ def test_the_question_and_whether_the_prompt_is_sent_are_settings(server, judge,
     assert (sent["logprobs"], sent["top_logprobs"], sent["max_completion_tokens"]) == (True, 20, 1)
 
 
-def test_pictures_are_sent_pixel_by_pixel_and_videos_as_frames(server, judge):
+def test_pictures_are_sent_exactly_and_videos_as_frames(server, judge):
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 32, 3), dtype=np.uint8))
     judge("vllm_evaluate")(prompt=["a"], image=[noise])
     assert np.array_equal(decoded(server.images(0)[0]), np.asarray(noise))
@@ -135,7 +135,7 @@ def test_rational_rewards_of_edits_shows_the_source_first(server, judge):
         (completion(re.sub("4|2.5", "N/A", T2I_REPLY.format(text="4"))), "N/A for every aspect"),
     ],
 )
-def test_a_reply_that_is_no_judgement_is_a_failure_with_its_beginning(server, judge, picture, reply, said):
+def test_a_reply_without_judgement_fails_with_its_text(server, judge, picture, reply, said):
     server.behave = lambda *_: reply
     output = judge("rational_rewards_t2i")(prompt=["a"], image=[picture])
     text = json.loads(reply[2])["choices"][0]["message"]["content"]
@@ -145,7 +145,7 @@ def test_a_reply_that_is_no_judgement_is_a_failure_with_its_beginning(server, ju
 # UnifiedReward -------------------------------------------------------------------------------------------------------
 
 
-def test_unified_reward_of_a_video_is_out_of_ten(server, judge, picture):
+def test_unified_reward_of_videos_is_out_of_ten(server, judge, picture):
     server.behave = lambda *_: completion("visual quality: 4\nFinal Score: 8")
     assert judge()(prompt=["a cat"], video=[[picture, picture]]).rewards == [8.0]
     assert judge()(prompt=["a cat"], image=[picture]).failures[0].startswith("its Final Score is '8'")
@@ -159,7 +159,7 @@ def test_unified_reward_of_a_video_is_out_of_ten(server, judge, picture):
         ('{\n\n"reasoning" : "It has "A" in it.",\n"score" : [20, 13.5],\n}', 13.5),
     ],
 )
-def test_unified_reward_is_the_final_score_or_that_of_2_and_edit(server, judge, picture, text, reward):
+def test_unified_reward_reads_final_or_edit_scores(server, judge, picture, text, reward):
     server.behave = lambda *_: completion(text)
     assert judge()(prompt=["a red cat"], image=[picture]).rewards == pytest.approx([reward])
 
@@ -175,7 +175,7 @@ def test_unified_reward_is_the_final_score_or_that_of_2_and_edit(server, judge, 
         ('{"score": [26, 3]}', "from 0 to 25"),
     ],
 )
-def test_scores_that_are_none_or_off_their_scale_are_failures(server, judge, picture, text, said):
+def test_absent_or_out_of_range_scores_are_failures(server, judge, picture, text, said):
     server.behave = lambda *_: completion(text)
     assert said in judge()(prompt=["a cat"], image=[picture]).failures[0]
 
@@ -183,14 +183,14 @@ def test_scores_that_are_none_or_off_their_scale_are_failures(server, judge, pic
 # Several replies -----------------------------------------------------------------------------------------------------
 
 
-def test_the_mean_of_several_replies_counts_and_their_spread_is_recorded(server, judge, picture):
+def test_several_replies_are_averaged_with_their_spread_recorded(server, judge, picture):
     server.behave = lambda body, number: completion(f"Final Score: {[2, 3, 4][number % 3]}")
     output = judge(replies=3, temperature=0.7, max_concurrent=1)(prompt=["a cat", "a dog"], image=[picture] * 2)
     assert output.rewards == [3.0, 3.0] and len(server.bodies) == 6
     assert output.extra_info["rewards"][0] == [2.0, 3.0, 4.0] and output.extra_info["spread"] == [1.0, 1.0]
 
 
-def test_a_sample_fails_with_one_of_its_replies_and_several_need_a_temperature(server, judge, picture):
+def test_one_failed_reply_fails_its_sample(server, judge, picture):
     server.behave = lambda body, number: completion("Final Score: 2" if number else "Nice.")
     output = judge(replies=2, temperature=0.7)(prompt=["a cat"], image=[picture])
     assert "no Final Score" in output.failures[0]
@@ -202,7 +202,7 @@ def test_a_sample_fails_with_one_of_its_replies_and_several_need_a_temperature(s
 
 
 @pytest.mark.parametrize("name", ["vllm_evaluate", "rational_rewards_t2i", "unified_reward"])
-def test_an_instruction_in_the_prompt_stays_inside_the_fence(server, judge, picture, name):
+def test_an_instruction_in_the_prompt_stays_fenced(server, judge, picture, name):
     settings = {"send_prompt": True} if name == "vllm_evaluate" else {}
     judge(name, **settings)(prompt=[INJECTION], image=[picture])
     [text] = server.texts
@@ -210,7 +210,7 @@ def test_an_instruction_in_the_prompt_stays_inside_the_fence(server, judge, pict
     assert inside == INJECTION and mark not in INJECTION
 
 
-def test_in_a_reward_set_a_failed_judgement_is_masked_and_audited(server, picture, tmp_path):
+def test_a_failed_judgement_is_masked_and_audited(server, picture, tmp_path):
     server.behave = lambda body, number: completion("Final Score: 4" if "dog" in json.dumps(body) else "Lovely!")
     settings = {"reward_model": "Unified_Reward", "api_base_url": server.url, "malformed_retries": 0}
     settings |= {"name": "it", "on_failure": "mask", "async_reward": True}
@@ -225,7 +225,7 @@ def test_in_a_reward_set_a_failed_judgement_is_masked_and_audited(server, pictur
     assert metrics["rewards/it/failures"] == 1 and metrics["rewards/it/calls"] == 2
 
 
-def test_judges_of_one_set_are_asked_at_the_same_time(server, picture):
+def test_judges_of_one_set_are_asked_concurrently(server, picture):
     together = threading.Barrier(4, timeout=60)
     server.behave = lambda body, _: (together.wait(), completion(f"Final Score: {body['model']}"))[1]
     settings = {"reward_model": "unified_reward", "api_base_url": server.url, "async_reward": True}

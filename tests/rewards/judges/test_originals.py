@@ -26,7 +26,7 @@ def checkout(folder: Path, name: str, code: str) -> Path:
     return folder
 
 
-def test_a_judge_asks_in_the_words_of_its_checkout(server, judge, picture, tmp_path, capfd, caplog):
+def test_judges_ask_in_their_checkout_s_words(server, judge, picture, tmp_path, capfd, caplog):
     _, files = record("Edit_Score", checkout(tmp_path, "edit_score", EDIT_SCORE), tmp_path / "made")
     server.behave = lambda *_: completion('{"score": [20, 15]}')
 
@@ -51,7 +51,7 @@ def test_a_judge_asks_in_the_words_of_its_checkout(server, judge, picture, tmp_p
         ("unified_reward_2", "problem = f'Rate {prompt}. Score: X'", "another form of reply"),
     ],
 )
-def test_what_cannot_be_read_without_running_it_is_refused(tmp_path, name, code, said):
+def test_wording_that_needs_running_is_refused(tmp_path, name, code, said):
     known = name if name in originals() else "hpsv3"
 
     with pytest.raises(ConfigError, match=said):

@@ -43,7 +43,7 @@ async def pulled(client, ticket, name="length"):
 
 
 @in_loop
-async def test_the_trainer_gets_its_rewards_in_the_order_of_its_samples():
+async def test_the_trainer_gets_rewards_in_sample_order():
     async with running() as (_, http):
         client = CosmosClient(http)
         ticket = await client.enqueue(IMAGES, **LENGTH)
@@ -52,7 +52,7 @@ async def test_the_trainer_gets_its_rewards_in_the_order_of_its_samples():
 
 
 @in_loop
-async def test_the_trainer_asks_again_until_a_reward_is_computed(tmp_path):
+async def test_the_trainer_polls_until_a_reward_is_computed(tmp_path):
     gate = Gate(tmp_path)
     async with running(long_poll=0) as (_, http):
         client = CosmosClient(http, attempts=10**6)
@@ -93,7 +93,7 @@ async def test_one_request_has_several_rewards_whatever_they_weigh():
 
 
 @in_loop
-async def test_what_has_failed_for_good_is_said_at_once():
+async def test_a_permanent_failure_is_told_at_once():
     async with running() as (_, client):
         metadata = {**LENGTH, "prompts": ["a", "refuse"]}
         item = (await pulled(client, (await enqueued(client, metadata)).json()["uuid"])).json()
@@ -105,7 +105,7 @@ async def test_what_has_failed_for_good_is_said_at_once():
 
 
 @in_loop
-async def test_a_newer_client_can_tell_what_is_queued_running_and_unknown(tmp_path):
+async def test_newer_clients_tell_queued_and_running_from_unknown(tmp_path):
     gate = Gate(tmp_path)
     async with running(long_poll=0) as (_, client):
         metadata = {**LENGTH, "prompts": [gate.prompt, "a"]}
@@ -149,7 +149,7 @@ async def test_what_cannot_be_right_is_not_accepted(change, data, status, reason
 
 
 @in_loop
-async def test_a_body_that_is_not_framed_and_a_pull_without_a_uuid_are_refused():
+async def test_unframed_bodies_and_pulls_without_uuid_are_refused():
     async with running() as (_, client):
         framed = await client.post("/api/reward/enqueue", content=b"{}")
         bare = await client.post("/api/reward/pull", data={"type": "length"})
@@ -158,7 +158,7 @@ async def test_a_body_that_is_not_framed_and_a_pull_without_a_uuid_are_refused()
 
 
 @in_loop
-async def test_where_a_queue_is_full_none_of_a_requests_rewards_is_accepted():
+async def test_a_full_queue_accepts_no_reward_of_requests():
     async with running(fake("one"), fake("two"), workers=False, limits={"queue_items": 3}) as (service, client):
         waiting = await service.submit("two", [{"prompt": "a"}, {"prompt": "b"}])
         answer = await enqueued(client, {**LENGTH, "reward_fn": {"one": 1, "two": 1}})
@@ -168,7 +168,7 @@ async def test_where_a_queue_is_full_none_of_a_requests_rewards_is_accepted():
 
 
 @in_loop
-async def test_a_reward_needs_what_its_worker_says_it_needs():
+async def test_a_reward_needs_what_its_worker_declares():
     geneval = fake("gen_eval", options={"info": {"required": ["prompt", "image", "metadata"]}})
     dog = {"prompt": "a dog", "tag": "single_object", "include": [{"class": "dog", "count": 1}], "media_type": "image"}
     async with running(geneval) as (service, client):
@@ -180,7 +180,7 @@ async def test_a_reward_needs_what_its_worker_says_it_needs():
 
 
 @in_loop
-async def test_ping_answers_whatever_it_is_sent_and_replicas_are_named(monkeypatch):
+async def test_ping_answers_anything_and_replicas_are_named(monkeypatch):
     monkeypatch.setenv("LEPTON_REPLICA_ID", "replica-7")
     async with running() as (_, client):
         pings = [
@@ -246,7 +246,7 @@ def test_each_reward_has_its_documented_keys(kind, outcomes, expected):
         ({}, [["2 dog", 0], ["red dog", 0], ["1 cat", 0], ["cat left of dog", 0]], 0.0, 0, 0),
     ],
 )
-def test_geneval_has_three_verdicts_and_one_for_its_task(found, conditions, graded, met, exact):
+def test_geneval_has_three_verdicts_and_one_per_task(found, conditions, graded, met, exact):
     outcome = told(float(met), found=found, conditions=conditions)
     asked = {"tags": ["colors"] * 2, "includes": [[DOG, CAT]] * 2, "only_strict": False}
     reward = RewardSettings(reward_type="gen_eval")
@@ -272,7 +272,7 @@ def test_videos_come_out_as_they_went_in():
 
 
 @pytest.mark.parametrize("form", ["float16", "safetensors", "bytes"])
-def test_latents_are_read_from_every_form_and_described_as_bfloat16(form):
+def test_latents_are_read_from_every_form_as_bfloat16(form):
     latents = torch.randn(1, 16, 2, 3, 4, generator=torch.Generator().manual_seed(0)) * 4
     kept = latents.half() if form == "float16" else latents.bfloat16()
     described = kept.bfloat16()
@@ -302,13 +302,13 @@ def test_latents_are_read_from_every_form_and_described_as_bfloat16(form):
         (IMAGES[:0], "image", {}, "nothing in it"),
     ],
 )
-def test_media_over_a_limit_or_of_another_kind_are_refused(array, kind, limits, reason):
+def test_media_over_a_limit_or_mistyped_are_refused(array, kind, limits, reason):
     with pytest.raises(MediaError, match=reason):
         read_media(npy(array), kind, Limits(**limits))
 
 
 @in_loop
-async def test_a_request_is_pulled_from_another_process_that_shares_the_queue(redis_server):
+async def test_another_process_sharing_the_queue_serves_the_pull(redis_server):
     shared = redis_server.settings
     async with running(**shared) as (_, first), running(**shared) as (_, second):
         ticket = (await enqueued(first)).json()["uuid"]
@@ -316,7 +316,7 @@ async def test_a_request_is_pulled_from_another_process_that_shares_the_queue(re
     assert (answer.status_code, answer.json()["scores"]) == (200, {"length": [1, 3]})
 
 
-def test_what_was_enqueued_can_be_pulled_until_the_service_has_ended(tmp_path):
+def test_enqueued_results_can_be_pulled_until_service_ends(tmp_path):
     gate = Gate(tmp_path)
     asked = {**LENGTH, "prompts": [gate.prompt, "bbb"]}
     with hosts(tmp_path, "", settings={}) as [host], httpx.Client(base_url=host.url, timeout=300) as client:

@@ -29,14 +29,14 @@ def images(*prompts, **more):
     return [item(image.transpose(2, 0, 1), prompt, **more) for image, prompt in zip(IMAGES, prompts, strict=True)]
 
 
-def test_a_request_is_one_call_and_each_sample_has_its_own_scores(handler):
+def test_a_request_is_one_call_scored_by_sample(handler):
     both = handler([*images("a", "b"), *images("c", "d", group="another")])
     assert [one["extra"]["scores"]["groups"]["call"] for one in both] == [1, 1, 2, 2]
     assert [one["score"] for one in both[:2]] == pytest.approx(IMAGES.mean(axis=(1, 2, 3)), rel=1e-6)
     assert [one["extra"]["scores"]["said"] for one in both[:2]] == ["a [2, 5, 4, 3]", "b [2, 5, 4, 3]"]
 
 
-def test_what_a_handler_does_not_answer_is_an_error(handler):
+def test_a_handler_without_an_answer_is_an_error(handler):
     assert handler(images("a", "fail")) == [{"error": "brightness: no weights"}] * 2
     handler.handler.scale = float("nan")
     assert handler(images("a", "b"))[0] == {"error": "its brightness is nan"}
@@ -48,7 +48,7 @@ def test_what_a_handler_does_not_answer_is_an_error(handler):
 
 
 @in_loop
-async def test_a_handler_serves_the_trainer_with_keys_of_its_own():
+async def test_a_handler_serves_the_trainer_its_own_keys():
     settings = fake(
         "new_reward",
         "cosmos_handler.CosmosHandler",
@@ -69,7 +69,7 @@ async def test_a_handler_serves_the_trainer_with_keys_of_its_own():
 
 
 @in_loop
-async def test_a_reward_of_ours_sees_the_pictures_that_the_trainer_sent():
+async def test_our_rewards_see_the_pictures_of_the_trainer():
     settings = {"reward_type": "shown_reward.Shown", "name": "shown", "import_from": [HERE], "device": "cpu"}
     async with running(settings) as (_, http):
         client = CosmosClient(http)

@@ -62,7 +62,7 @@ def images(ask, url, *reward_fns, **options):
 
 
 @pytest.mark.parametrize("batch_size", [1, 48])  # a request for each prompt; one for both
-def test_the_trainer_gets_the_weighted_sum_of_rewards_of_each_image(ask, batch_size):
+def test_the_trainer_gets_weighted_reward_sums_by_image(ask, batch_size):
     with served(BRIGHT, fake(), token="s3cret", long_poll=PULL_S) as url:
         fns = [{"name": "bright", "weight": 0.5, "clip_max": 120}, {"name": "length", "weight": -1}]
         answer = images(ask, url, *fns, token="s3cret", batch_size=batch_size)
@@ -70,7 +70,7 @@ def test_the_trainer_gets_the_weighted_sum_of_rewards_of_each_image(ask, batch_s
     assert [sum(advantages) for advantages in answer["advantages"].values()] == pytest.approx([0, 0], abs=1e-6)
 
 
-def test_the_trainer_waits_for_a_result_that_takes_longer_than_a_pull(ask, tmp_path):
+def test_the_trainer_waits_longer_than_one_pull(ask, tmp_path):
     gate = Gate(tmp_path)
     with served(fake(), long_poll=0) as url, ThreadPoolExecutor(1) as thread:
         asking = thread.submit(images, ask, url, {"name": "length"}, pictures={gate.prompt: [0.0, 1.0]})
@@ -81,7 +81,7 @@ def test_the_trainer_waits_for_a_result_that_takes_longer_than_a_pull(ask, tmp_p
         assert asking.result()["rewards"] == {gate.prompt: [len(gate.prompt)] * 2}
 
 
-def test_what_cannot_come_to_anything_is_told_at_once(ask):
+def test_hopeless_requests_are_refused_at_once(ask):
     """`get_results` has no better word for a reward that it cannot have than an IndexError."""
     with served(fake(), fake("frames", "fake_reward.Frames"), token="s3cret") as url:
         assert images(ask, url, {"name": "length"})["error"].startswith("HTTPError: 401")

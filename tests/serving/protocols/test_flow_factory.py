@@ -23,7 +23,7 @@ def server():
         yield url.replace("http://", "http://trainer:s3cret@")
 
 
-def test_the_client_has_its_rewards_in_order_and_may_ask_from_threads(server):
+def test_threaded_clients_get_their_rewards_in_order(server):
     client = FlowFactoryClient(f"{server}/characters/")
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda n: client(["x" * n, "yy"], image=[RED, BLUE]), range(8)))
@@ -38,7 +38,7 @@ def test_videos_and_conditions_of_different_lengths_arrive(server):
     assert client(["a", "b", "c"], video=[[RED], [BLUE] * 3, [RED]], condition_videos=videos) == [0.1] * 3
 
 
-def test_answers_in_words_are_scored_and_mistyped_keys_are_told(server):
+def test_text_answers_are_scored_and_mistyped_keys_named(server):
     client = FlowFactoryClient(f"{server}/characters")
     body = {"prompt": ["a", "bb"], "response": ["ccc", ""]}
     assert client.session.post(f"{client.url}/compute", json=body).json() == {"rewards": [0.4, 0.2]}
@@ -50,11 +50,11 @@ def test_answers_in_words_are_scored_and_mistyped_keys_are_told(server):
     assert client.session.post(f"{client.url}/compute", json={"prompt": ["a"], "seed": 1}).json() == {"rewards": [0.1]}
 
 
-def test_a_request_is_one_group_to_a_reward_that_compares(server):
+def test_a_request_is_one_group_to_groupwise_rewards(server):
     assert FlowFactoryClient(f"{server}/group")(["p"] * 5, image=[RED] * 5) == [5] * 5
 
 
-def test_what_will_fail_again_is_told_once_and_what_may_pass_is_not_lost(server, tmp_path):
+def test_permanent_failures_are_told_once_transient_ones_retried(server, tmp_path):
     client = FlowFactoryClient(f"{server}/broken")
     for prompt, reason in ((["a", "refuse"], "sample 1: it is refused"), (["raise"], "RuntimeError: out of memory")):
         with pytest.raises(RuntimeError, match=f"Server error: .*{reason}"):
@@ -63,7 +63,7 @@ def test_what_will_fail_again_is_told_once_and_what_may_pass_is_not_lost(server,
     assert client([f"die once {tmp_path / 'died'}", "aaa"]) == [1, 3]
 
 
-def test_a_request_that_is_sent_again_after_a_timeout_is_computed_once(tmp_path, monkeypatch):
+def test_a_request_resent_after_timeout_is_computed_once(tmp_path, monkeypatch):
     log, gate = tmp_path / "batches", Gate(tmp_path)
     with served(fake(options={"log": str(log)})) as url:
         client = FlowFactoryClient(url)
@@ -80,13 +80,13 @@ def test_a_request_that_is_sent_again_after_a_timeout_is_computed_once(tmp_path,
 
 
 @pytest.mark.parametrize("path", ["/nothing", "/characters"])
-def test_a_wrong_name_or_token_ends_a_training_before_it_starts(server, path):
+def test_a_wrong_name_or_token_ends_training_early(server, path):
     url = server.replace("s3cret", "wrong") if path == "/characters" else server
     with pytest.raises(RuntimeError, match="Cannot connect"):
         FlowFactoryClient(f"{url}{path}")
 
 
-def test_a_reward_that_is_not_loaded_is_not_healthy():
+def test_a_reward_that_failed_to_load_is_unhealthy():
     async def ask() -> tuple[int, int]:
         async with running(fake("broken", "fake_reward.Broken")) as (_, client):
             return (await client.get("/broken/health")).status_code, (await client.get("/health")).status_code

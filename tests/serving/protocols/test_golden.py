@@ -50,7 +50,7 @@ def known(answer: Any, golden: Any) -> Any:
 
 
 @in_loop
-async def test_routes_that_name_no_reward_are_below_its_name_where_there_are_several():
+async def test_routes_need_a_reward_name_where_several_exist():
     rewards = [fake("one", "fake_reward.Characters"), fake("two", "fake_reward.Characters")]
     async with running(*rewards) as (_, client):
         body = {"inputs": ["Why?", "So."], "raw_scores": True}
@@ -80,14 +80,14 @@ ALTERED = ({"truncate_prompt_tokens": 5}, {"add_generation_prompt": True}, {"ins
     ],
 )
 @in_loop
-async def test_what_cannot_be_read_or_would_change_a_score_is_refused(route, body, status, reason):
+async def test_unreadable_or_score_changing_requests_are_refused(route, body, status, reason):
     async with running(fake("characters", "fake_reward.Characters"), workers=False) as (_, client):
         answer = await client.post(route, json=body)
     assert answer.status_code == status and reason in answer.json()["error"]["message"]
 
 
 @in_loop
-async def test_clients_that_do_not_come_again_wait_for_room_in_a_full_queue(tmp_path):
+async def test_clients_that_never_retry_wait_for_queue_room(tmp_path):
     gate = Gate(tmp_path)
     async with running(limits={"queue_items": 2}) as (service, client):
         busy = asyncio.create_task(rewards(client, gate.prompt))
@@ -102,7 +102,7 @@ async def test_clients_that_do_not_come_again_wait_for_room_in_a_full_queue(tmp_
 
 
 @in_loop
-async def test_a_transform_that_a_reward_cannot_have_is_refused_before_anything_is_computed(tmp_path):
+async def test_an_impossible_transform_is_refused_before_computing(tmp_path):
     known = fake("known", options={"info": {"reward_mean": 1.0, "reward_std": 2.0}})
     async with running(known, fake("unknown", options={"log": str(tmp_path / "log")})) as (_, client):
         await rewards(client, "warm", model="unknown")

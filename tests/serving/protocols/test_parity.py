@@ -142,7 +142,7 @@ def in_parts(answer: str, *shown: dict) -> list[dict]:
     return [{"role": role, "content": content} for role, content in [*contents, ("assistant", answer)]]
 
 
-def test_a_system_turn_and_three_turns_with_pictures_score_alike(tiny_reward_model, local, url, post, monkeypatch):
+def test_turns_with_pictures_score_alike_on_every_route(tiny_reward_model, local, url, post, monkeypatch):
     """By every adapter, in this process and by the service, and by every route that takes turns."""
     pictures = [{"type": "image", "image": picture} for picture in PICTURES]
     expected = pytest.approx(local.score([in_parts(answer, *pictures) for answer in ANSWERS]), abs=1e-6)
@@ -178,7 +178,7 @@ def test_a_system_turn_and_three_turns_with_pictures_score_alike(tiny_reward_mod
         assert [reduce(getitem, path, post(route, body(*one))) for one in whole] == expected, route
 
 
-def test_flow_factory_s_pictures_are_answers_to_their_prompts(local, url):
+def test_flow_factory_pictures_are_answers_to_their_prompts(local, url):
     conversations = [
         [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": [{"type": "image", "image": image}]}]
         for image in (PICTURE, PICTURE.rotate(180))
@@ -188,7 +188,7 @@ def test_flow_factory_s_pictures_are_answers_to_their_prompts(local, url):
     assert found == pytest.approx(local.score(conversations), abs=1e-4)
 
 
-def test_many_requests_at_once_are_scored_as_one_by_one(local, url):
+def test_concurrent_requests_score_like_single_ones(local, url):
     """Their pictures are prepared together, and beside a batch that is computed."""
     pictures = [PICTURE.rotate(angle) for angle in range(0, 360, 30)] + [Image.new("RGB", (3, 900))]
     conversations = [asked(answer, picture) for picture in pictures for answer in ANSWERS]
@@ -222,7 +222,7 @@ def test_the_clients_are_the_scorer(local, url, monkeypatch, tmp_path):
     assert asyncio.run(ask()) == expected
 
 
-def test_the_prefixes_of_an_episode_have_the_scores_of_the_local_scorer(local, url):
+def test_episode_prefixes_score_like_the_local_scorer(local, url):
     frames = [PICTURE.rotate(angle) for angle in range(0, 360, 30)]
     expected = local.score_prefixes("Turn it around.", frames)
     with RemoteScorer(url, token=TOKEN) as scorer:

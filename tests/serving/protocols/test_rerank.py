@@ -12,7 +12,7 @@ OTHERS = {**QUERY, "documents": ["So.", "It is."]}
 
 
 @in_loop
-async def test_what_a_dialect_does_not_have_is_refused_by_name():
+async def test_keys_a_dialect_lacks_are_refused_by_name():
     cases = [
         (QUERY, "give either texts, as TEI's clients do, or documents"),
         ({**TEI, "documents": ["a"]}, "give either texts"),
@@ -35,7 +35,7 @@ async def test_what_a_dialect_does_not_have_is_refused_by_name():
 
 
 @in_loop
-async def test_the_best_come_first_and_equals_in_their_order():
+async def test_the_best_come_first_with_ties_in_order():
     async with running(fake("one", "fake_reward.Characters")) as (_, client):
         documents = ["aa", "a", "aaa", "aa"]
         answer = (await client.post("/v2/rerank", json={**QUERY, "documents": documents, "top_n": 0})).json()
@@ -49,7 +49,7 @@ async def test_the_best_come_first_and_equals_in_their_order():
 
 
 @in_loop
-async def test_a_reward_is_named_by_model_or_by_the_address():
+async def test_model_or_address_names_the_reward():
     async with running(fake("one", "fake_reward.Characters"), fake("two", "fake_reward.Characters")) as (_, client):
         assert (await client.post("/rerank", json=TEI)).status_code == 404
         assert (await client.post("/two/rerank", json=TEI)).status_code == 200
@@ -60,7 +60,7 @@ async def test_a_reward_is_named_by_model_or_by_the_address():
 
 @pytest.mark.parametrize("route", ["/rerank", "/v1/rerank", "/v2/rerank"])
 @in_loop
-async def test_a_document_that_cannot_be_scored_fails_the_request_rather_than_getting_a_number(route):
+async def test_an_unscorable_document_fails_the_whole_request(route):
     async with running(fake("one", "fake_reward.LastText")) as (_, client):
         refused = await client.post(route, json={**QUERY, "documents": ["a", "refuse"]})
     assert refused.status_code == 400 and refused.json()["error"]["message"] == "item 1: it is refused"

@@ -33,7 +33,7 @@ def scorer(url):
         yield one
 
 
-def test_many_conversations_from_many_threads_come_back_in_order(scorer):
+def test_many_threaded_conversations_come_back_in_order(scorer):
     rows = [asked("x" * (number % 13), *[PICTURE] * (number % 2)) for number in range(500)]
     expected = [pytest.approx(number % 13 / 10 + number % 2) for number in range(500)]
     with ThreadPoolExecutor(3) as threads:
@@ -45,7 +45,7 @@ def test_a_worker_that_dies_is_not_noticed(tmp_path):
         assert scorer.score([asked(f"die once {tmp_path / 'died'}"), asked("aaa")]) == [1, 3]
 
 
-def test_a_service_that_is_not_there_yet_is_waited_for(monkeypatch):
+def test_a_service_not_there_yet_is_waited_for(monkeypatch):
     monkeypatch.setattr("vlmrm.scoring.remote.UNREACHABLE_S", 600.0)
     with reserved() as holder, ThreadPoolExecutor(1) as thread:
         port = holder.getsockname()[1]

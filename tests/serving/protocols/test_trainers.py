@@ -22,7 +22,7 @@ PNG = base64.b64encode(png()).decode()
 
 
 @in_loop
-async def test_the_whole_answer_to_slime_is_a_number_or_no_success():
+async def test_slime_gets_a_number_or_an_error_status():
     async with running(fake("length", "fake_reward.LastText")) as (_, client):
         for answered, reward in (("four", 4.0), ("", 0.0)):
             answer = await client.post("/remote_rm", json={"prompt": "Why?", "response": answered, "label": None})
@@ -63,7 +63,7 @@ class Harmful:
 
 
 @pytest.mark.parametrize("content", [Harmful(), datetime.now(UTC), os.mkdir, {1}, object()])
-def test_a_pickle_with_more_than_data_is_refused_and_nothing_of_it_is_run(content, tmp_path, monkeypatch):
+def test_a_pickle_beyond_plain_data_is_never_run(content, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for held in (content, {"images": [content]}):
         with pytest.raises(RowError, match="holds more than plain data"):
@@ -71,7 +71,7 @@ def test_a_pickle_with_more_than_data_is_refused_and_nothing_of_it_is_run(conten
     assert not os.listdir(tmp_path)
 
 
-def test_a_pickle_does_not_become_far_more_objects_than_it_has_bytes():
+def test_a_pickle_cannot_multiply_its_objects():
     with pytest.raises(RowError, match="send fewer"):
         read_pickle(b"\x80\x04" + b"]" * (MAX_OPERATIONS + 1))
     twice = []
@@ -88,7 +88,7 @@ def wish(*turns: dict, rewards: tuple[str, ...] = ("characters",)) -> dict:
 
 
 @in_loop
-async def test_unirl_gets_each_reward_of_each_request_or_its_error():
+async def test_unirl_gets_each_reward_or_its_error():
     rewards = (CHARACTERS, fake("size", "fake_reward.ImageBytes"), fake("broken", "fake_reward.Broken"))
     async with running(*rewards) as (service, client):
         await eventually(lambda: service.health("broken").unavailable)
@@ -116,7 +116,7 @@ async def test_unirl_gets_each_reward_of_each_request_or_its_error():
 
 
 @in_loop
-async def test_the_history_of_unirl_is_what_the_last_turn_was_made_of(tmp_path):
+async def test_unirl_history_holds_what_made_the_last_turn(tmp_path):
     (tmp_path / "clip one.mp4").write_bytes(clip())
     async with running(fake("one", "fake_reward.Anything"), media_root=tmp_path) as (_, client):
         path = str(tmp_path / "clip one.mp4")

@@ -108,7 +108,7 @@ def labels(folder: str = "data") -> list[list[float]]:
     ]
 
 
-def test_a_reward_at_the_end_is_no_failure_afterwards():
+def test_a_final_reward_labels_no_failures_after_it():
     """MiniGrid rewards the step to the goal alone: what came after it would be labelled as failures."""
     options = {"success": "reward > 0", "image_keys": ["render"], "episodes": 20, "max_steps": 60}
     collect(settings("MiniGrid-Empty-Random-5x5-v0", stop_at_success=False, **options))
@@ -117,7 +117,7 @@ def test_a_reward_at_the_end_is_no_failure_afterwards():
 
 
 @pytest.mark.parametrize("name", ["lamp_room:Room", "lamp_room:Lamp/Room-v0"])
-def test_a_class_or_an_id_of_a_module_is_made_with_its_options(name):
+def test_a_class_or_module_id_gets_its_options(name):
     choice = {"env_options": {"lamp": 3}, "success": "info.lit >= 1", "policy": "lamp_room:policy", "noise": 0}
     collect(settings(name, image_keys=["top", "side"], **choice))
     assert labels() == [[0, 0] + [1] * 8] * 6  # a reset has no declared label
@@ -136,7 +136,7 @@ class Parts(gym.Env):
         return {"door": np.ones(1, np.float32), "hand": np.full(2, 2, np.float32)}, {}
 
 
-def test_a_policy_of_states_observes_one_vector_and_no_images(monkeypatch):
+def test_a_state_policy_observes_one_vector_without_images(monkeypatch):
     monkeypatch.setitem(gym.registry, "Parts-v0", gym.envs.registration.EnvSpec("Parts-v0", entry_point=Parts))
     env = make_environments("Parts-v0", 2, seed=0, keys=(), success="terminated", flat=True)
     assert env.reset()[0].tolist() == [[1, 2, 2]] * 2
@@ -174,7 +174,7 @@ def test_what_cannot_be_collected_is_refused_by_name(name, changes, message):
     assert not list(Path().glob("data/*/*.safetensors"))
 
 
-def test_two_cameras_and_a_crop_go_from_collection_to_reward(caplog):
+def test_two_cameras_with_crop_reach_the_reward(caplog):
     options = {"image_keys": ["top", "side"], "success": "info.lit >= 1", "policy": "lamp_room:policy", "noise": 0.5}
     collect(settings("lamp_room:Room", crop=CROP, episodes=20, **options))
     write_unlit()
@@ -218,7 +218,7 @@ def write_unlit() -> None:
         write_trajectory(Path("data/negative"), Trajectory(images, file.labels[dark], metadata))
 
 
-def test_a_loop_of_ones_own_crops_and_scales_as_well():
+def test_a_custom_loop_crops_and_scales_too():
     import lamp_room  # ty: ignore[unresolved-import]
 
     class Labelled(lamp_room.Room):

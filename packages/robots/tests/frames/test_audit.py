@@ -55,14 +55,14 @@ FOOLED = ([200, 10, 250], [False, False, True])  # rewarded wrongly at its first
 MISSED = ([10, 100, 20], [False, True, False])
 
 
-def test_the_true_success_is_of_the_state_that_a_step_led_to_also_at_the_end_of_an_episode():
+def test_true_success_belongs_to_the_reached_state():
     env = TrueSuccess(told(FOOLED, MISSED))
     env.reset()
     rewards = [env.step(np.zeros(2, dtype=np.int64))[1].tolist() for _ in range(6)]
     assert rewards == [[0, 0], [0, 1], [1, 0]] * 2
 
 
-def test_rewards_are_counted_against_the_true_success_of_their_states():
+def test_rewards_are_counted_against_true_success():
     audit = audit_of(FOOLED, MISSED, steps=6)
     counts = Counts(training_steps=12, true_successes=4, rewarded=4, false_positives=2, missed=2)
     assert audit.counts() == counts

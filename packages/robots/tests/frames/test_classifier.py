@@ -16,7 +16,7 @@ def frames(count: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("pooling", "count"), [("spatial", 6_551_081 - 513_000), ("mean", 6_538_793 - 513_000)])
-def test_resnet10_has_the_parameters_of_the_document_without_the_dead_ones(pooling, count):
+def test_resnet10_has_the_documented_parameters_except_dead_ones(pooling, count):
     model = FrameClassifier(classifier_config(image_keys=("base_camera",), image_size=(3, 64, 64), pooling=pooling))
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
@@ -33,7 +33,7 @@ def test_learned_pooling_is_a_sum_over_places():
 @pytest.mark.parametrize(
     "changes", [{}, {"architecture": "resnet18"}, {"architecture": "resnet18", "use_pretrain": True}]
 )
-def test_a_frames_score_does_not_depend_on_the_others(changes, training, pooling):
+def test_a_frame_score_does_not_depend_on_others(changes, training, pooling):
     model = small_classifier(pooling=pooling, **changes).train(training)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -46,7 +46,7 @@ def test_a_frames_score_does_not_depend_on_the_others(changes, training, pooling
     assert together.unique().numel() == 4
 
 
-def test_each_camera_has_an_encoder_of_its_own_and_all_of_them_count():
+def test_each_camera_counts_through_its_own_encoder():
     model = small_classifier(image_keys=("front", "wrist"))
     images = {"front": frames(2, 1), "wrist": frames(2, 2)}
     score = model(images)
@@ -98,7 +98,7 @@ def test_pretrained_weights_are_loaded_into_every_encoder(tmp_path, architecture
     assert first.data_ptr() != second.data_ptr()
 
 
-def test_a_frozen_encoder_gets_no_gradients_and_the_rest_does():
+def test_only_a_frozen_encoder_gets_no_gradients():
     model = small_classifier(use_pretrain=True, freeze_encoder=True)
     model({"base_camera": frames(2)}).sum().backward()
     with_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}

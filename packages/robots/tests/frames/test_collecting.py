@@ -69,7 +69,7 @@ def run(capsys):
     return collect_command
 
 
-def test_as_many_episodes_as_were_asked_for_each_of_its_own_seed(tmp_path):
+def test_the_requested_number_of_episodes_is_collected(tmp_path):
     collected = collect(settings(tmp_path))
     assert len(collected.positive) + len(collected.negative) == 9 == len(contents(tmp_path))
     assert collected.positive and collected.negative
@@ -77,7 +77,7 @@ def test_as_many_episodes_as_were_asked_for_each_of_its_own_seed(tmp_path):
     assert (collected.frames, collected.successes) == (len(labels), sum(labels))
 
 
-def test_episodes_are_the_same_however_many_are_played_side_by_side(tmp_path):
+def test_episodes_are_equal_however_many_run_in_parallel(tmp_path):
     for count in (1, 4):
         collect(settings(tmp_path / str(count), num_envs=count))
     assert contents(tmp_path / "1") == contents(tmp_path / "4")
@@ -96,7 +96,7 @@ def test_a_collection_goes_on_where_it_was(tmp_path):
     assert collect(settings(tmp_path / "parts")).frames == 0
 
 
-def test_an_interrupted_collection_stores_whole_episodes_and_then_the_others(tmp_path, monkeypatch):
+def test_an_interrupted_collection_resumes_with_whole_episodes(tmp_path, monkeypatch):
     collect(settings(tmp_path / "whole"))
     step, left = RewardDataCollector.step, iter(range(30))
 
@@ -115,7 +115,7 @@ def test_an_interrupted_collection_stores_whole_episodes_and_then_the_others(tmp
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
 
-def test_folders_of_frames_of_another_size_or_camera_are_refused_before_anything_is_played(tmp_path):
+def test_folders_with_other_sizes_or_cameras_are_refused(tmp_path):
     collect(settings(tmp_path))
     before = contents(tmp_path)
     for model, text in (
@@ -162,7 +162,7 @@ def test_a_demonstrator_who_never_succeeds_is_warned_of(tmp_path, caplog):
     assert "or check success" in caplog.text
 
 
-def test_the_documented_file_is_read_and_flags_beat_it(tmp_path, run, monkeypatch):
+def test_the_documented_file_is_read_and_flags_win(tmp_path, run, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("collect.yaml").write_text(YAML)
     assert "positive and " in run("collect.yaml", "--noise", 0, "--max-steps", 15)
@@ -222,7 +222,7 @@ def test_what_cannot_be_collected_is_named(tmp_path, run):
         collect(settings(tmp_path, episodes=1))
 
 
-def test_a_collection_that_sigterm_stops_goes_on_without_playing_anything_twice(tmp_path):
+def test_a_collection_stopped_by_sigterm_replays_nothing(tmp_path):
     folders = ["--positive-dir", tmp_path / "positive", "--negative-dir", tmp_path / "negative"]
     words = ["--env", "FrozenLake-v1", "--image-size", 3, 16, 16, "--episodes", 100_000, *folders]
     program = "from vlmrm.cli import main; main()"

@@ -65,7 +65,7 @@ def play(env: VectorEnv, steps: int, seed: int | None = 7) -> None:
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 @pytest.mark.parametrize("where", ["info", "observation"])
-def test_each_episode_is_one_file_from_its_reset_to_its_last_frame(folders, collect, mode, where):
+def test_each_episode_is_one_file_from_its_reset(folders, collect, mode, where):
     with_end = collect(counting(3, mode, where=where))
     play(with_end, 12)
     with_end.close()
@@ -77,7 +77,7 @@ def test_each_episode_is_one_file_from_its_reset_to_its_last_frame(folders, coll
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_a_reset_without_a_label_is_left_out_and_shifts_nothing(folders, collect, mode):
+def test_an_unlabelled_reset_is_left_out_without_shifting(folders, collect, mode):
     collector = collect(counting(2, mode, label_resets=False))
     play(collector, 9)
     collector.close()
@@ -105,7 +105,7 @@ class Chunked(VectorEnv):
         return np.zeros(2), np.zeros((2, 3)), np.tile(ends, (2, 1)), np.zeros((2, 3), dtype=bool), info
 
 
-def test_a_chunk_of_steps_is_cut_where_an_episode_ends(folders, collect):
+def test_a_chunk_is_cut_where_an_episode_ends(folders, collect):
     collector = collect(Chunked())
     collector.reset()
     for _ in range(3):
@@ -156,7 +156,7 @@ def test_without_collect_data_nothing_is_touched(folders, collect):
 # Limits, several processes, ends -------------------------------------------------------------------------------------
 
 
-def test_limits_count_what_the_folders_hold_and_a_second_collector_goes_on(folders, collect):
+def test_limits_count_folder_contents_across_collectors(folders, collect):
     for seed, expected in enumerate((2, 3, 3)):
         limit = 3 if expected == 3 else 2
         collector = collect(counting(1), ["cam"], limit, 0)
@@ -192,7 +192,7 @@ def ended(process: subprocess.Popen) -> int:
     return process.returncode
 
 
-def test_processes_share_a_folder_without_a_collision_and_within_its_limit(folders):
+def test_processes_share_a_folder_within_its_limit(folders):
     processes = [start(folders, steps=120, limit=50, seed=seed) for seed in (100, 200)]
     assert [ended(process) for process in processes] == [0, 0]
     positive, negative = open_folder(folders[0]), open_folder(folders[1])
@@ -205,7 +205,7 @@ def test_processes_share_a_folder_without_a_collision_and_within_its_limit(folde
     ("then", "status", "kept"),
     [("", 0, True), ("os.kill(os.getpid(), signal.SIGTERM)", 143, True), ("os.kill(os.getpid(), 9)", -9, False)],
 )
-def test_successes_under_way_are_written_at_the_end_but_not_by_sigkill(folders, then, status, kept):
+def test_unfinished_successes_are_written_except_after_sigkill(folders, then, status, kept):
     assert ended(start(folders, steps=2, then=then, env="Doing(counting(3))")) == status
     assert [len(file) for file in map(open_trajectory, trajectory_paths(folders[0]))] == [3] * kept
     assert trajectory_paths(folders[1]) == []  # the others might still have succeeded
@@ -265,7 +265,7 @@ def test_one_folder_for_both_kinds_is_refused(tmp_path):
         RewardDataCollector(counting(1), tmp_path / "data", tmp_path / "other" / ".." / "data", ["cam"])
 
 
-def test_an_environment_must_say_how_it_starts_an_episode(collect):
+def test_an_environment_must_declare_its_autoreset_mode(collect):
     env = counting(1)
     env.metadata = {}
     with pytest.raises(ConfigError, match=r"set metadata\['autoreset_mode'\]"):

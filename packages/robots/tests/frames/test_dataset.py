@@ -25,7 +25,7 @@ def index_of(root, keys=("base_camera",), size=SIZE):
     return index_frames(root / "positive", root / "negative", keys, size)
 
 
-def test_every_frame_is_in_the_index_with_its_own_label(tmp_path):
+def test_every_frame_is_indexed_with_its_own_label(tmp_path):
     index, summary = index_of(write_squares(tmp_path, keys=("front", "wrist")), keys=("wrist", "front"))
     assert len(index) == 12 * 10 and index.labels.sum() == 8 * 5
     assert index.environment == "Squares"
@@ -56,7 +56,7 @@ def test_the_split_is_by_trajectory_and_by_seed(tmp_path):
     assert len(splits) > 4
 
 
-def test_twins_are_never_on_both_sides_and_are_named(tmp_path):
+def test_twins_never_straddle_the_split_and_are_named(tmp_path):
     """Two collectors of one seed have stored every episode twice."""
     write_squares(tmp_path, positive=6, negative=2)
     for folder in (tmp_path / "positive", tmp_path / "negative"):
@@ -81,7 +81,7 @@ def test_one_trajectory_with_a_success_is_too_few(tmp_path):
         split(index, 0.2, seed=0)
 
 
-def test_a_batch_has_every_frame_with_its_label_in_order(tmp_path):
+def test_a_batch_keeps_frames_and_labels_in_order(tmp_path):
     index, _ = index_of(write_squares(tmp_path))
     numbers = np.random.default_rng(0).permutation(np.arange(3, 40))
 
@@ -94,7 +94,7 @@ def test_a_batch_has_every_frame_with_its_label_in_order(tmp_path):
 # Folders that do not do ----------------------------------------------------------------------------------------------
 
 
-def test_no_success_or_no_failure_is_said_with_counts(tmp_path):
+def test_missing_successes_or_failures_are_named_with_counts(tmp_path):
     generator = np.random.default_rng(0)
     for name in ("positive", "negative"):
         for _ in range(2):

@@ -43,7 +43,7 @@ def test_it_says_what_the_policy_truly_learned(output, capsys):
         assert str(output / name) in text and (output / name).is_file()
 
 
-def test_a_configuration_that_cannot_be_is_named_before_any_work(tmp_path, monkeypatch):
+def test_an_impossible_configuration_is_named_before_work(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "CONFIG", tmp_path / "frames_rl.yaml")
     monkeypatch.setattr(demo, "classifier", lambda *args: pytest.fail("it began to collect"))
     with pytest.raises(ConfigError, match=r"there is no configuration file .*frames_rl\.yaml"):

@@ -17,7 +17,7 @@ def image(info: dict, key: str = "base_camera") -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_the_scripted_policy_solves_it_and_an_episode_ends_there(name):
+def test_the_scripted_policy_solves_and_ends_the_episode(name):
     env, policy = make_environments(name, 2, seed=0, max_steps=300), SIMULATORS[name].policy
     observations, info = env.reset()
     assert not info["success"].any() and image(info).shape == (2, 3, 64, 64) and image(info).dtype == np.uint8
@@ -33,7 +33,7 @@ def test_the_scripted_policy_solves_it_and_an_episode_ends_there(name):
 
 
 @pytest.mark.parametrize("name", LOCAL)
-def test_episodes_go_on_after_a_success_where_they_should(name):
+def test_episodes_may_go_on_after_success(name):
     env = make_environments(name, 1, seed=0, max_steps=150, stop_at_success=False)
     policy = SIMULATORS[name].policy
     observations, _ = env.reset()
@@ -84,7 +84,7 @@ class Endless(gym.Env):
 
 
 @pytest.mark.parametrize("stop", [True, False])
-def test_an_episode_ends_at_a_success_at_which_the_simulator_goes_on(stop):
+def test_an_episode_ends_at_success_if_asked(stop):
     env = LabelledEnv(Endless(), lambda env: env.unwrapped.t >= 2, stop_at_success=stop)
     assert env.reset()[1] == {"success": False}
     ends = [env.step(0) for _ in range(3)]
@@ -92,7 +92,7 @@ def test_an_episode_ends_at_a_success_at_which_the_simulator_goes_on(stop):
     assert [terminated for _, _, terminated, _, _ in ends] == [False, stop, stop]
 
 
-def test_an_action_is_repeated_until_the_task_is_done():
+def test_an_action_repeats_until_the_task_is_done():
     env = LabelledEnv(Endless(), lambda env: env.unwrapped.t == 6, stop_at_success=False, action_repeat=4)
     env.reset()
     assert [env.step(0)[:2] for _ in range(3)] == [(4, 4.0), (6, 2.0), (10, 4.0)]

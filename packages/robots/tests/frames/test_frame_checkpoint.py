@@ -90,7 +90,7 @@ def document_file(path, model, **changes):
 
 @pytest.mark.parametrize(("pooling", "pretrained"), [("spatial", True), ("mean", False)])
 @pytest.mark.parametrize("keys", [("base_camera",), ("wrist", "front")])
-def test_a_document_file_is_read_and_its_settings_are_inferred(tmp_path, pooling, pretrained, keys):
+def test_a_document_file_is_read_with_settings_inferred(tmp_path, pooling, pretrained, keys):
     model = small_classifier(
         pooling=pooling, image_keys=keys, image_size=(3, 64, 64), hidden_dim=24, num_spatial_blocks=3
     )
@@ -104,7 +104,7 @@ def test_a_document_file_is_read_and_its_settings_are_inferred(tmp_path, pooling
     torch.testing.assert_close(scores(loaded.model), scores(model), rtol=1e-4, atol=1e-5)
 
 
-def test_a_document_file_needs_the_size_of_its_images(tmp_path):
+def test_a_document_file_needs_its_image_size(tmp_path):
     path = document_file(tmp_path / "old.pt", small_classifier(image_size=(3, 64, 64)))
     with pytest.raises(ConfigError, match="give image_size"):
         load_classifier(path)
@@ -133,7 +133,7 @@ def hollow(*shape: int) -> torch.Tensor:
         ({"model_state_dict": {KERNEL: torch.zeros(3, 3).to_sparse()}}, "is sparse or has no numbers"),
     ],
 )
-def test_a_torch_file_of_anything_else_is_named_in_a_sentence(tmp_path, content, reason):
+def test_a_foreign_torch_file_is_named(tmp_path, content, reason):
     torch.save(content, tmp_path / "old.pt")
     with pytest.raises(CheckpointError, match=rf"old\.pt:? .*{reason}"):
         load_classifier(tmp_path / "old.pt", image_size=(3, 64, 64), device="cpu")

@@ -42,7 +42,7 @@ def classifier(tmp_path_factory):
     return root / "model.safetensors"
 
 
-def test_the_figures_are_scikit_learns_by_frame_and_counted_by_episode(classifier, tmp_path, capsys):
+def test_figures_match_scikit_learn_by_frame_and_episode(classifier, tmp_path, capsys):
     folders = new_squares(tmp_path)
     evaluated(classifier, *folders, "--output", tmp_path / "eval.json", "--threshold", "0.3")
     written = json.loads((tmp_path / "eval.json").read_text())
@@ -86,7 +86,7 @@ def test_planted_classifiers_without_use_do_not_qualify(plant, classifier, tmp_p
         FrameScorer.open(RewardModelSettings(checkpoint_path=tmp_path / "planted"))
 
 
-def test_episodes_of_the_training_are_left_out_and_none_else_is_an_error(classifier, tmp_path, capsys):
+def test_training_episodes_are_left_out_of_evaluation(classifier, tmp_path, capsys):
     trained_on = [classifier.parent / name for name in ("positive", "negative")]
     with pytest.raises(DataError, match="was trained on or chosen by all 32 episodes"):
         evaluated(classifier, *trained_on)
@@ -120,7 +120,7 @@ def test_a_classifier_of_others_is_measured_and_recorded(tmp_path):
 # The threshold at run time -------------------------------------------------------------------------------------------
 
 
-def test_a_threshold_in_the_settings_replaces_the_checkpoints_but_not_silently_by_a_lower_one(classifier, caplog):
+def test_only_a_higher_threshold_replaces_the_checkpoint_one(classifier, caplog):
     before = read_config(classifier).threshold
     with pytest.raises(ConfigError, match="was qualified at"):
         FrameScorer.open(RewardModelSettings(checkpoint_path=classifier, threshold=before / 2))

@@ -88,7 +88,7 @@ class Larger(gym.vector.VectorWrapper):
         return *result, info
 
 
-def test_frames_of_another_size_are_scaled_as_they_are_collected():
+def test_frames_of_another_size_are_scaled_as_collected():
     env = FrameReward(Larger(clocks([0, 0.2, 1, 0]), 0), RewardModelSettings(reward_type="continuous"), Eye())
     assert played(env, 2).T.round(2).tolist() == [[0.2, 1]]
 
@@ -97,19 +97,19 @@ def test_frames_of_another_size_are_scaled_as_they_are_collected():
 
 
 @pytest.mark.parametrize("where", ["info", "observation"])
-def test_an_episodes_last_frame_is_its_own_where_the_next_begins_in_the_same_step(where):
+def test_the_last_frame_belongs_to_its_own_episode(where):
     env = FrameReward(
         clocks([0, 0.2, 1], [0.4, 0, 0, 0.8], where=where), RewardModelSettings(reward_type="continuous"), Eye()
     )
     assert played(env, 5).T.round(2).tolist() == [[0.2, 1, 0.2, 1, 0.2], [0, 0, 0.8, 0, 0]]
 
 
-def test_a_step_that_only_starts_an_episode_has_no_learned_reward():
+def test_a_step_only_starting_an_episode_earns_nothing():
     result = rewards([1, 0.2, 1], steps=5, mode=AutoresetMode.NEXT_STEP, reward_type="continuous")
     assert result == [[0.2, 1, 0, 0.2, 1]]  # the reset's frame is bright, and of no step
 
 
-def test_environments_that_are_reset_by_hand_forget_their_episode_alone():
+def test_manual_resets_forget_only_their_own_episode():
     env = FrameReward(
         clocks([0, 1, 1, 1, 1], [0, 1, 1, 1, 1], mode=AutoresetMode.DISABLED), RewardModelSettings(hold=2), Eye()
     )
@@ -196,12 +196,12 @@ def checkpoint(tmp_path):
         ({"freeze_encoder": True}, "freeze_encoder is True in the configuration and False in"),
     ],
 )
-def test_a_configuration_that_is_not_the_checkpoints_is_refused(checkpoint, changes, words):
+def test_a_configuration_unlike_the_checkpoint_is_refused(checkpoint, changes, words):
     with pytest.raises(ConfigError, match=words):
         FrameReward(clocks([0, 1]), RewardModelSettings(checkpoint_path=checkpoint, **changes))
 
 
-def test_equal_settings_pass_and_use_pretrain_is_the_checkpoints(checkpoint, caplog):
+def test_equal_settings_pass_and_checkpoint_use_pretrain_wins(checkpoint, caplog):
     values = {"image_keys": ["base_camera"], "image_size": (3, SIDE, SIDE), "hidden_dim": 16, "num_spatial_blocks": 2}
     FrameScorer.open(RewardModelSettings(checkpoint_path=checkpoint, freeze_encoder=False, **values))
     assert not caplog.records
@@ -241,7 +241,7 @@ def test_environments_without_the_pictures_are_refused():
 # The classifier as a function ----------------------------------------------------------------------------------------
 
 
-def test_stored_and_shown_frames_score_alike_and_alone_as_together(checkpoint):
+def test_frames_score_alike_stored_or_shown_or_alone(checkpoint):
     scorer = FrameScorer.open(RewardModelSettings(checkpoint_path=checkpoint))
     stored = np.random.default_rng(0).integers(0, 256, (6, 3, SIDE, SIDE), dtype=np.uint8)
     stored[0] //= 200  # frames of 0 and 1 are dark, not floats

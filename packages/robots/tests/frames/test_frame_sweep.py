@@ -40,7 +40,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_it_is_measured_on_pairs_as_any_other_scorer(here):
+def test_a_frame_classifier_is_evaluated_on_pairs(here):
     train = ["--output-checkpoint", "model.safetensors", "--image-size", 3, 32, 32, "--epochs", 8, "--lr", 1e-3]
     train += ["--hidden-dim", 16, "--num-spatial-blocks", 2, "--max-false-fires", 0.9, "--val-fraction", 0.5]
     run("frames", "train", "--positive-dir", "positive", "--negative-dir", "negative", *train)

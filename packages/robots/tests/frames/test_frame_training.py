@@ -46,7 +46,7 @@ def test_it_learns_whether_a_bright_square_is_there(tmp_path):
     assert (predicted == unseen.labels).mean() >= 0.9
 
 
-def test_equal_seeds_make_equal_weights_and_others_do_not(tmp_path):
+def test_equal_seeds_alone_make_equal_weights(tmp_path):
     write_squares(tmp_path)
     torch.manual_seed(1)
     train_classifier(settings(tmp_path, output_checkpoint=tmp_path / "a"))
@@ -78,7 +78,7 @@ def test_the_checkpoint_says_what_it_is(tmp_path):
     assert (config["metrics"]["validation_frames"], config["metrics"]["validation_successes"]) == (30, 10)
 
 
-def test_figures_are_of_the_checkpoint_on_the_trajectories_held_out(tmp_path):
+def test_figures_are_measured_on_held_out_trajectories(tmp_path):
     write_squares(tmp_path)
     trained = train_classifier(settings(tmp_path, epochs=2))
     index, _ = index_frames(tmp_path / "positive", tmp_path / "negative", ("base_camera",), (3, SIDE, SIDE))
@@ -93,7 +93,7 @@ def test_figures_are_of_the_checkpoint_on_the_trajectories_held_out(tmp_path):
 
 
 @pytest.mark.parametrize("balance", ["weights", "none"])
-def test_probabilities_are_those_of_the_frames_as_they_were_collected(tmp_path, balance):
+def test_probabilities_follow_the_collected_share_of_successes(tmp_path, balance):
     generator = np.random.default_rng(0)
     for name in ("positive", "negative"):
         for _ in range(10):  # noise, of which one frame in ten is called a success: there is nothing to see
@@ -116,7 +116,7 @@ def scripted_losses(monkeypatch, *losses):
     return coming
 
 
-def test_the_best_epoch_is_kept_and_patience_ends_the_training(tmp_path, monkeypatch):
+def test_the_best_epoch_is_kept_and_patience_stops(tmp_path, monkeypatch):
     write_squares(tmp_path, positive=2, negative=1)
     coming = scripted_losses(monkeypatch, 0.9, 0.8, 0.7, 0.9, 0.9, 0.1)
 
@@ -126,7 +126,7 @@ def test_the_best_epoch_is_kept_and_patience_ends_the_training(tmp_path, monkeyp
     assert [*coming] == [0.1]
 
 
-def test_a_run_that_breaks_off_has_left_its_best_epoch_and_goes_on(tmp_path, monkeypatch):
+def test_an_interrupted_run_keeps_its_best_and_resumes(tmp_path, monkeypatch):
     write_squares(tmp_path, positive=4, negative=2)
     options = settings(tmp_path, epochs=4)
     whole = train_classifier(options.model_copy(update={"output_checkpoint": tmp_path / "whole"}))
@@ -177,7 +177,7 @@ def test_settings_that_cannot_be_are_refused(tmp_path, changes, words):
         settings(tmp_path, **changes)
 
 
-def test_a_checkpoint_that_cannot_be_written_is_named_before_training(tmp_path, monkeypatch):
+def test_an_unwritable_checkpoint_is_named_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "initial_classifier", lambda settings: pytest.fail("it began to train"))
     write_squares(tmp_path, positive=2, negative=1)
     (tmp_path / "file").touch()
@@ -192,7 +192,7 @@ def train_words(root: Path, *words: object) -> list[str]:
     return [*map(str, ["train", *folders, "--output-checkpoint", root / "model.safetensors", *words])]
 
 
-def test_the_command_says_what_it_trains_on_and_what_the_classifier_is_worth(tmp_path, capsys):
+def test_the_command_reports_its_data_and_classifier_worth(tmp_path, capsys):
     write_squares(tmp_path, positive=20, negative=20)
     words = ["--epochs", 8, "--lr", 1e-3, "--batch-size", 16, "--val-fraction", 0.25]
     app(train_words(tmp_path, *words), result_action="return_value")
@@ -227,7 +227,7 @@ def useless(tmp_path, capsys) -> Path:
     return tmp_path / "model.safetensors"
 
 
-def test_a_classifier_that_does_not_qualify_rewards_nothing_unless_it_is_accepted(useless, tmp_path, capsys):
+def test_an_unqualified_classifier_rewards_nothing_unless_accepted(useless, tmp_path, capsys):
     options = RewardModelSettings(checkpoint_path=useless)
     refusal = r"model\.safetensors does not qualify as a reward: its AUC is .*accept_unqualified: true"
     with pytest.raises(CheckpointError, match=refusal):
@@ -252,7 +252,7 @@ def test_a_classifier_that_does_not_qualify_rewards_nothing_unless_it_is_accepte
 
 
 @pytest.mark.parametrize("opened", [True, False])
-def test_a_classifier_that_was_never_measured_is_warned_of(tmp_path, caplog, opened):
+def test_an_unmeasured_classifier_is_warned_of(tmp_path, caplog, opened):
     model = small_classifier()
     save_classifier(tmp_path / "model", model, model.spec)
     if opened:

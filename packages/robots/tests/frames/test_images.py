@@ -53,7 +53,7 @@ def test_grey_images_have_one_channel(grey):
     assert (shown(grey) == FRAME[None, :1]).all() and shown(grey).shape == (1, 1, 6, 8)
 
 
-def test_info_comes_before_the_observation_and_several_cameras_are_told_apart():
+def test_info_precedes_observations_and_cameras_are_told_apart():
     info = {"images": {"top": PICTURE[None], "_top": np.array([True])}}
     assert (shown(LAYOUTS["gym-aloha"], "wrist") == 0).all()
     assert (shown(0 * PICTURE, info=info) == FRAME).all() and (
@@ -80,12 +80,12 @@ def test_info_comes_before_the_observation_and_several_cameras_are_told_apart():
         ({"pixels": PICTURE.astype(np.int64)}, "are int64"),
     ],
 )
-def test_what_shows_no_such_image_is_refused_by_what_it_has(observation, message):
+def test_a_missing_image_is_refused_naming_those_shown(observation, message):
     with pytest.raises(DataError, match=message):
         shown(observation, "front")
 
 
-def test_a_crop_in_pixels_and_the_same_in_shares_are_cut_before_they_are_scaled():
+def test_crops_in_pixels_or_shares_precede_scaling():
     frames = np.zeros((2, 3, 40, 80), dtype=np.uint8)
     frames[:, :, 10:20, 20:60] = 200
     for crop in ([20, 10, 60, 20], [0.25, 0.25, 0.75, 0.5]):

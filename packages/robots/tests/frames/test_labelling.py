@@ -38,7 +38,7 @@ def labelled(root, *words, above=200.0, task="Show the square.", positive="new/p
     cli.app(command, result_action="return_value", exit_on_error=False)
 
 
-def test_labels_are_the_judge_s_frame_by_frame_and_say_so(judge, tmp_path, capsys):
+def test_labels_come_from_the_judge_by_frame(judge, tmp_path, capsys):
     write_squares(tmp_path, positive=3, negative=2)
     labelled(tmp_path)
     said = capsys.readouterr().out
@@ -59,7 +59,7 @@ def test_episodes_change_sides_and_it_is_counted(judge, tmp_path, capsys):
     assert "70.0% of 50 frames keep their label" in said and not trajectory_paths(tmp_path / "new" / "p")
 
 
-def test_an_interrupted_labelling_goes_on_and_other_labels_are_others(judge, tmp_path, capsys):
+def test_an_interrupted_labelling_resumes_but_other_tasks_restart(judge, tmp_path, capsys):
     write_squares(tmp_path, positive=3, negative=2)
     labelled(tmp_path)
     next(iter(trajectory_paths(tmp_path / "new" / "n"))).unlink()

@@ -97,7 +97,7 @@ def test_a_reward_classifier_computes_the_same_both_ways(tmp_path, theirs):
     assert all((written[name] == value).all() for name, value in kept.items() if "num_batches" not in name)
 
 
-def test_lerobots_own_resnet10_pads_its_max_pool_as_jax_does(tmp_path):
+def test_lerobot_resnet10_pads_max_pool_like_jax(tmp_path):
     model = small_classifier(image_size=(3, 128, 128), use_pretrain=True, freeze_encoder=True, max_pool="same")
     save_classifier(tmp_path / "own", model, model.spec)
     write_lerobot(model, tmp_path / "own", tmp_path / "theirs")
@@ -137,7 +137,7 @@ def test_what_is_no_such_classifier_is_named(tmp_path, theirs, changes, reason):
         load_classifier(write_theirs(tmp_path / "theirs", theirs, **changes), device="cpu")
 
 
-def test_a_classifier_that_lerobot_does_not_compute_is_not_written(tmp_path):
+def test_a_classifier_lerobot_cannot_compute_is_not_written(tmp_path):
     model = small_classifier()
     save_classifier(tmp_path / "own", model, model.spec)
     with pytest.raises(ConfigError, match="by its frames"):
@@ -180,7 +180,7 @@ def imported(dataset: FakeDataset, folder: Path, monkeypatch) -> list[Trajectory
     return open_folder(folder / "positive")
 
 
-def test_a_dataset_keeps_its_task_and_its_frames_a_second(tmp_path, monkeypatch):
+def test_a_dataset_keeps_its_task_and_frame_rate(tmp_path, monkeypatch):
     dataset = FakeDataset(30, {"front": (6, 8), "wrist.left": (4, 4)})
     [file] = imported(dataset, tmp_path / "fast", monkeypatch)
     assert file.metadata["task"] == "push" and file.labels.tolist() == [0, 0, 0, 1]
@@ -198,7 +198,7 @@ def test_a_dataset_keeps_its_task_and_its_frames_a_second(tmp_path, monkeypatch)
         write_dataset([file], tmp_path / "none", fps=0)
 
 
-def test_without_lerobot_its_datasets_are_a_sentence_on_where_to_install_it(tmp_path):
+def test_lerobot_datasets_without_lerobot_say_how_to_install(tmp_path):
     if "lerobot" in sys.modules:
         pytest.skip("lerobot is installed")
     with pytest.raises(ConfigError, match=r"pip install 'lerobot\[dataset\]'.* in an environment of their own"):

@@ -131,7 +131,7 @@ def rounds_of(folder):
     return json.loads((folder / "loop" / "loop.json").read_text())["rounds"]
 
 
-def test_a_policy_s_episodes_join_the_data_until_its_rewards_hold(planted, tmp_path, capsys):
+def test_policy_episodes_join_the_data_until_rewards_hold(planted, tmp_path, capsys):
     stub = planted(BAD, GOOD)
     looped(tmp_path)
     assert stub.calls == CALLS
@@ -145,7 +145,7 @@ def test_a_policy_s_episodes_join_the_data_until_its_rewards_hold(planted, tmp_p
 
 
 @pytest.mark.parametrize("step", range(len(CALLS)))
-def test_a_loop_that_was_killed_at_any_step_ends_as_one_that_was_not(planted, tmp_path, step):
+def test_a_killed_loop_ends_like_an_unkilled_one(planted, tmp_path, step):
     stub = planted(BAD, GOOD)
     stub.killed_at = step
     with pytest.raises(Killed):
@@ -169,7 +169,7 @@ def test_a_loop_that_was_killed_at_any_step_ends_as_one_that_was_not(planted, tm
         ({"train": {"epochs": 3}}, r"holds a loop with train \{\}, not \{'epochs': 3\}"),
     ],
 )
-def test_another_loop_in_the_same_folder_is_refused_by_name(planted, tmp_path, changes, words):
+def test_another_loop_in_the_folder_is_refused(planted, tmp_path, changes, words):
     planted(GOOD)
     looped(tmp_path)
     stub = planted(GOOD)
@@ -178,7 +178,7 @@ def test_another_loop_in_the_same_folder_is_refused_by_name(planted, tmp_path, c
     assert not stub.calls
 
 
-def test_a_loop_that_failed_before_its_first_episode_may_be_corrected(planted, tmp_path):
+def test_a_loop_failing_before_episodes_may_be_corrected(planted, tmp_path):
     stub = planted(GOOD)
     stub.killed_at = 0
     with pytest.raises(Killed):
@@ -188,7 +188,7 @@ def test_a_loop_that_failed_before_its_first_episode_may_be_corrected(planted, t
     assert json.loads((tmp_path / "loop" / "settings.json").read_text())["env"] == "Acrobot-v1"
 
 
-def test_a_classifier_of_other_episodes_is_not_gone_on_with(planted, tmp_path):
+def test_a_classifier_of_other_episodes_is_refused(planted, tmp_path):
     planted(GOOD)
     looped(tmp_path)
     [first, *_] = trajectory_paths(tmp_path / "loop" / "round-1" / "data" / "positive")
@@ -199,7 +199,7 @@ def test_a_classifier_of_other_episodes_is_not_gone_on_with(planted, tmp_path):
     assert "policy" not in stub.calls
 
 
-def test_a_classifier_that_does_not_qualify_teaches_no_policy(planted, tmp_path):
+def test_an_unqualified_classifier_teaches_no_policy(planted, tmp_path):
     stub = planted(qualified=False)
     with pytest.raises(BelowThreshold, match="holds: the classifier does not qualify: it knows nothing"):
         looped(tmp_path)
@@ -221,7 +221,7 @@ def test_settings_are_checked_before_anything_runs(planted, tmp_path, changes, w
     assert not stub.calls and not (tmp_path / "loop").exists()
 
 
-def test_a_policy_that_learns_less_than_with_the_true_success_does_not_hold(planted, tmp_path):
+def test_a_policy_behind_true_success_training_never_holds(planted, tmp_path):
     stub = planted(GOOD, GOOD)
     stub.reference = 0.6  # its own is 0.5
     with pytest.raises(BelowThreshold, match=r"succeeds in 50.0% of episodes, less than 0\.9 times the 60\.0% of one"):
@@ -233,7 +233,7 @@ def test_a_policy_that_learns_less_than_with_the_true_success_does_not_hold(plan
     assert stub.references == 3  # it is not trained where nothing depends on it
 
 
-def test_one_that_is_accepted_all_the_same_teaches_a_policy_but_does_not_hold(planted, tmp_path):
+def test_an_accepted_unqualified_classifier_teaches_but_never_holds(planted, tmp_path):
     stub = planted(GOOD, GOOD, qualified=False)
     with pytest.raises(BelowThreshold, match="holds: the classifier does not qualify: it knows nothing"):
         looped(tmp_path, rounds=2, reward_model={"accept_unqualified": True})
@@ -248,7 +248,7 @@ def test_one_that_is_accepted_all_the_same_teaches_a_policy_but_does_not_hold(pl
         ({"precision": 0.99, "precision_low": 0.97, "failed_episodes": 20, "false_fires": 12}, "12 of 20 failed"),
     ],
 )
-def test_rewards_of_a_policy_are_doubted_by_their_figures(figures, doubt):
+def test_policy_rewards_are_doubted_by_their_figures(figures, doubt):
     found = loop.doubts(loop.LoopSettings(env="Acrobot-v1"), figures)
 
     assert (doubt in found[0]) if doubt else found == []
@@ -287,14 +287,14 @@ def test_words_that_are_no_keys_are_refused(planted, tmp_path, words, message):
     assert not stub.calls
 
 
-def test_the_program_ends_with_the_status_of_its_error(tmp_path, monkeypatch, capsys):
+def test_the_program_exits_with_its_error_status(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["frames_loop.py", str(tmp_path / "no.yaml")])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLES / "frames_loop.py"), run_name="__main__")
     assert ended.value.code == 2 and capsys.readouterr().err.startswith("error: there is no configuration file")
 
 
-def test_the_loop_goes_round_with_a_declared_success_and_a_demonstrator_of_ones_own(tmp_path, monkeypatch):
+def test_the_loop_takes_custom_success_and_demonstrator(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     Path("cart.py").write_text("def right(observations):\n    return [1] * len(observations)\n")

@@ -23,7 +23,7 @@ def drawn(count: int = 400, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return generator.normal(2 * labels - 1), labels
 
 
-def test_auc_is_the_share_of_pairs_in_order_and_the_loss_is_cross_entropy():
+def test_auc_and_loss_match_their_definitions():
     logits, labels = drawn()
     measured = figures(HeldOut(logits, labels, np.arange(len(labels)) // 40), 0.0)
     pairs = logits[labels == 1][:, None] - logits[labels == 0][None]
@@ -33,7 +33,7 @@ def test_auc_is_the_share_of_pairs_in_order_and_the_loss_is_cross_entropy():
 
 
 @pytest.mark.parametrize("target", [0.0, 0.01, 0.1, 0.5])
-def test_the_threshold_has_the_highest_recall_of_that_false_positive_rate(target):
+def test_the_threshold_maximises_recall_within_false_positive_rate(target):
     logits, labels = drawn()
     threshold = choose_threshold(HeldOut(logits, labels, np.zeros(len(labels))), target, min_precision=0)
     failures, successes = logits[labels == 0], logits[labels == 1]
@@ -57,7 +57,7 @@ def test_the_threshold_is_the_lowest_with_that_precision(least):
 
 
 @pytest.mark.parametrize(("failed", "share", "tolerated"), [(5, 0.5, 0), (30, 0.1, 0), (40, 0.2, 3), (4, 0.5, 0)])
-def test_so_few_failed_episodes_fire_that_their_bound_holds(failed, share, tolerated):
+def test_few_failed_episodes_fire_within_the_bound(failed, share, tolerated):
     generator = np.random.default_rng(0)
     logits, labels = generator.normal(size=(failed + 1, 20)), np.zeros((failed + 1, 20))
     logits[-1], labels[-1] = np.linspace(0.5, 4.3, 20), np.arange(20) >= 5
@@ -126,7 +126,7 @@ def test_few_episodes_say_too_little(episodes, enough):
         assert "(raise val_fraction or collect more episodes)" in reason
 
 
-def test_a_classifier_that_knows_the_scenery_does_not_qualify():
+def test_a_classifier_knowing_only_scenery_does_not_qualify():
     """Frames of one room, where the task is done almost throughout, and of another, where it fails."""
     owners = np.repeat(np.arange(24), 100)
     labels = ((owners % 2 == 0) & (np.tile(np.arange(100), 24) >= 1)).astype(float)
@@ -140,7 +140,7 @@ def test_a_classifier_that_knows_the_scenery_does_not_qualify():
     assert disqualification(measured | {"episode_auc_low": 1.0, "recall_low": 1.0}) is None
 
 
-def test_the_auc_within_episodes_is_of_those_pairs_alone():
+def test_auc_within_episodes_uses_only_those_pairs():
     logits, labels, owners = held_out(1, episodes=3, frames=12)
     order = np.random.default_rng(2).permutation(72)
     logits, labels, owners = logits.round(1)[order], labels[order], owners[order]

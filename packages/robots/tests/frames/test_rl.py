@@ -74,7 +74,7 @@ def test_ppo_learns_the_lake_from_its_true_success(tmp_path):
     assert [point.steps for point in run.points] == [0, 2048, 4096, 6144]
 
 
-def test_ppo_with_each_source_of_reward_writes_the_comparison(tmp_path, checkpoint, capsys):
+def test_ppo_compares_every_source_of_reward(tmp_path, checkpoint, capsys):
     sources = ["success", "learned", "both"]
     configuration = content(
         tmp_path, checkpoint, sources=sources, seeds=[0, 1], reward_model={"env_reward_weight": 1.0}
@@ -96,7 +96,7 @@ def test_ppo_with_each_source_of_reward_writes_the_comparison(tmp_path, checkpoi
         assert (tmp_path / "rl" / name).stat().st_size > 0
 
 
-def test_a_classifier_that_does_not_qualify_is_named_under_the_comparison(tmp_path, checkpoint):
+def test_an_unqualified_classifier_is_named_under_the_comparison(tmp_path, checkpoint):
     model = small_classifier(image_size=(3, 16, 16))
     update = {"qualified": False, "unqualified_because": "its AUC is 0.510"}
     save_classifier(checkpoint, model, model.spec.model_copy(update=update))
@@ -138,7 +138,7 @@ def test_evaluations_change_nothing_in_the_training(tmp_path, checkpoint):
     assert often.points[-1].true_success_rate == seldom.points[-1].true_success_rate
 
 
-def test_the_policy_is_not_told_of_success_by_the_end_of_an_episode(tmp_path):
+def test_the_policy_never_learns_success_from_episode_ends(tmp_path):
     """An action that succeeds goes on for max_steps in training, and ends the evaluation."""
     trial = Trial(settings(tmp_path, env="FrozenLake-v1"), None, "success", 0)
     way = [1, 1, 2, 1, 2, 2]  # to the goal
@@ -150,14 +150,14 @@ def test_the_policy_is_not_told_of_success_by_the_end_of_an_episode(tmp_path):
         assert reward.all() and terminated.all() == stops
 
 
-def test_evaluations_begin_from_the_same_states_which_training_does_not_have(tmp_path):
+def test_evaluations_share_start_states_that_training_lacks(tmp_path):
     trial = Trial(settings(tmp_path, env="MountainCar-v0"), None, "success", 0)
     first, again = (trial.evaluation_environments().reset()[0] for _ in range(2))
     assert (first == again).all() and len(np.unique(first[:, 0])) == 10
     assert not np.isin(trial.training_environments().reset()[0][:, 0], first[:, 0]).any()
 
 
-def test_the_success_rate_is_that_of_the_first_episodes(tmp_path):
+def test_the_success_rate_counts_only_first_episodes(tmp_path):
     configuration = settings(tmp_path, env="MountainCarContinuous-v0", max_steps=200)
     trial = Trial(configuration, None, "success", 0)
     assert success_rate(trial, lambda observations: np.where(observations[:, 1:] >= 0, 1.0, -1.0)) == 1.0
@@ -175,7 +175,7 @@ def test_frames_are_collected_while_a_policy_trains(tmp_path):
 # Resuming ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_finished_run_is_kept_and_others_are_added(tmp_path):
+def test_a_finished_run_is_kept_while_others_join(tmp_path):
     [first] = train_policies(settings(tmp_path))
     file = first.folder / "run.json"
     before = file.stat().st_mtime_ns
@@ -184,7 +184,7 @@ def test_a_finished_run_is_kept_and_others_are_added(tmp_path):
     assert added.seed == 1 and added.folder != first.folder
 
 
-def test_runs_of_other_settings_or_of_another_classifier_are_not_mixed(tmp_path, checkpoint):
+def test_runs_of_other_settings_or_classifiers_never_mix(tmp_path, checkpoint):
     train_policies(settings(tmp_path, checkpoint))
     with pytest.raises(ConfigError, match=r"learned-seed0 is a run with total_steps 128, not 256: choose another"):
         train_policies(settings(tmp_path, checkpoint, total_steps=256))
@@ -233,7 +233,7 @@ def test_settings_that_cannot_be_are_named(tmp_path, checkpoint, changes, messag
         ({"hyperparameters": {"n_step": 1}}, ConfigError, "hyperparameters do not suit ppo .*n_step"),
     ],
 )
-def test_what_does_not_fit_is_named_before_any_training(tmp_path, checkpoint, changes, error, message):
+def test_mismatched_settings_are_named_before_any_training(tmp_path, checkpoint, changes, error, message):
     with pytest.raises(error, match=message):
         train_policies(settings(tmp_path, checkpoint, **changes))
     assert not (tmp_path / "rl").exists()
@@ -247,7 +247,7 @@ def test_a_classifier_of_another_simulator_is_warned_of(tmp_path, checkpoint, ca
 
 
 @pytest.mark.parametrize(("name", "algorithm"), [("frames_rl", PPO), ("frames_sac", SAC)])
-def test_a_shipped_configuration_trains_what_it_says_by_the_learned_reward(name, algorithm):
+def test_shipped_configurations_train_by_the_learned_reward(name, algorithm):
     file = Path(__file__).resolve().parents[4] / "training_configs" / f"{name}.yaml"
     configuration = validate(RLSettings, load_file(file), name)
     assert configuration.sources == ["learned"] and configuration.reward.reward_model.reward_type == "binary"

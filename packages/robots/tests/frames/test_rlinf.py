@@ -34,7 +34,7 @@ def episode(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_an_episode_is_read_with_its_cameras_and_labels(tmp_path):
+def test_an_episode_is_read_with_cameras_and_labels(tmp_path):
     trajectory = read_episode(episode(tmp_path / "0.pkl"))
     assert trajectory.labels.tolist() == [0, 0, 1, 1]
     for key in ("main_images", "wrist_images"):
@@ -134,7 +134,7 @@ def test_trajectories_are_written_as_the_document_has_them(tmp_path):
 # Classifiers ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_documents_classifier_is_written_with_the_layer_that_its_class_keeps(tmp_path):
+def test_the_export_includes_the_layer_its_class_keeps(tmp_path):
     model = small_classifier(image_keys=("front", "wrist"))
     save_classifier(tmp_path / "model", model, model.spec)
     assert "BinaryRewardClassifier" in export_classifier(model, tmp_path / "model", tmp_path / "out.pt")
@@ -147,7 +147,7 @@ def test_the_documents_classifier_is_written_with_the_layer_that_its_class_keeps
 
 
 @pytest.mark.parametrize("hidden", [None, 16])
-def test_a_resnet_of_torchvision_with_a_head_is_read_and_written(tmp_path, hidden):
+def test_a_torchvision_resnet_with_head_is_converted(tmp_path, hidden):
     torch.manual_seed(0)
     theirs = resnet18()
     linear = torch.nn.Linear(512, hidden or 1)

@@ -62,7 +62,7 @@ def test_an_image_of_another_size_fails_by_itself(checkpoint):
     assert np.isnan(masked).tolist() == [False, True, False]
 
 
-def test_whole_pictures_are_cut_and_scaled_as_a_classifiers_frames_were(tmp_path):
+def test_whole_pictures_are_cropped_and_scaled_like_frames(tmp_path):
     crop = {"base_camera": (16, 8, 64, 40)}  # 48 wide and 32 high: the size of the frames
     whole = pictures((60, 80))[0]
     cut = whole.crop(crop["base_camera"])
@@ -75,7 +75,7 @@ def test_whole_pictures_are_cut_and_scaled_as_a_classifiers_frames_were(tmp_path
         cropping(prompt=[""], image=pictures((10, 20)))
 
 
-def test_of_a_trajectory_it_is_the_last_frame_s(checkpoint, tmp_path):
+def test_a_trajectory_scores_by_its_last_frame(checkpoint, tmp_path):
     frames = pictures(*[(32, 48)] * 6)
     rewards = reward_set(checkpoint, reward_type="continuous", batch_size=8, on_failure="mask")
     alone = rewards(prompt=[""] * 6, image=frames).rewards["done"]

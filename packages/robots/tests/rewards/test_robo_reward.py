@@ -47,7 +47,7 @@ def test_a_reply_without_a_rating_is_a_failure(server, judge, frames, text, said
     assert said in judge("robo_reward")(prompt=["Fill the bowl."], video=[frames]).failures[0]
 
 
-def test_it_is_shown_the_task_and_frames_from_the_first_to_the_last(server, judge, frames):
+def test_the_judge_sees_the_task_and_spread_frames(server, judge, frames):
     server.behave = lambda *_: completion("ANSWER: 3")
     turn = {"role": "assistant", "content": [{"type": "image", "image": frame} for frame in frames]}
     made = judge("robo_reward", max_frames=4)
@@ -61,7 +61,7 @@ def test_it_is_shown_the_task_and_frames_from_the_first_to_the_last(server, judg
     assert output.extra_info["reply"] == ["ANSWER: 3", None]
 
 
-def test_a_rating_after_every_frame_counts_the_frames_that_are_shown(server, frames):
+def test_a_rating_after_every_frame_counts_frames_shown(server, frames):
     def rated(body, number):
         return completion(f"ANSWER: {min(5, len(body['messages'][1]['content']) - 1)}")
 

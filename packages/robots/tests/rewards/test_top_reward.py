@@ -54,7 +54,7 @@ def theirs(folder, frames, text: str, answer: str, chat: bool) -> float:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_it_is_the_models_own_log_probability_after_every_prefix(folder, frames, tmp_path, chat, monkeypatch):
+def test_reward_is_the_log_probability_after_every_prefix(folder, frames, tmp_path, chat, monkeypatch):
     (tmp_path / "words.txt").write_text(TEMPLATE)
     answers = OPENING if chat else ANSWERS
     form = {"template_file": str(tmp_path / "words.txt"), "chat_template": chat}

@@ -69,7 +69,7 @@ def test_each_kind_compares_the_frames_that_it_says(tmp_path):
             assert better[0]["content"] != other[0]["content"] and better[1] == other[1]
 
 
-def test_a_frame_is_written_once_and_is_the_trajectory_s(tmp_path):
+def test_a_frame_is_written_once_from_its_trajectory(tmp_path):
     [won, lost] = write_episodes(tmp_path / "data", 1)
     write_pairs([won, lost], tmp_path / "pairs.jsonl")
     pictures = sorted((tmp_path / "pairs_frames").iterdir())

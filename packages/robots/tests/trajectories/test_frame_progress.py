@@ -25,7 +25,7 @@ def files(tmp_path):
     return open_folder(root / "positive") + open_folder(root / "negative")
 
 
-def test_the_mean_is_that_of_scipy_s_by_episode_and_its_interval_covers(files):
+def test_the_mean_matches_scipy_and_its_interval_covers(files):
     chance = np.random.default_rng(0)
 
     def episodes(count: int) -> list[Scored]:
@@ -89,7 +89,7 @@ def brightening(tmp_path):
 
 
 @pytest.mark.parametrize("kind", PLANTED)
-def test_a_scorer_that_counts_frames_is_told_from_one_that_sees(brightening, kind):
+def test_a_frame_counting_scorer_is_told_apart(brightening, kind):
     scored = score_episodes(Planted(PLANTED[kind]), brightening, task=None, frames=8, image_key=None)
     successes = [episode for episode in scored if episode.success]
     said = summarise(scored)
@@ -106,7 +106,7 @@ def test_a_scorer_that_counts_frames_is_told_from_one_that_sees(brightening, kin
         assert said.count("warning: it is not shown to be more than that of their first frame repeated") == 1
 
 
-def test_first_frames_that_tell_the_outcome_are_warned_of(brightening):
+def test_first_frames_telling_the_outcome_are_warned_of(brightening):
     outcomes = {str(file.path): bool(file.successes.any()) for file in brightening}
     order = iter([outcome for outcome in outcomes.values() for _ in range(3)])  # each episode is scored thrice
 
@@ -171,7 +171,7 @@ def test_any_reward_scores_prefixes(tmp_path):
         open_prefix_scorer(str(tmp_path / "group.yaml"))
 
 
-def test_the_command_writes_the_scores_of_episodes_up_to_success(files, tmp_path, tiny_reward_model, capsys):
+def test_the_command_writes_episode_scores_up_to_success(files, tmp_path, tiny_reward_model, capsys):
     output = tmp_path / "progress.jsonl"
     words = ["frames", "progress", tmp_path / "positive", tmp_path / "negative", "--model", tiny_reward_model]
     words += ["--output", output, "--task", "Show a square.", "--frames", "4"]

@@ -42,14 +42,14 @@ def frames_and_labels(episodes):
     return frames.transpose(0, 2, 3, 1), trajectory.labels.tolist(), trajectory
 
 
-def test_a_frame_of_robomimic_has_the_reward_of_the_state_that_it_shows(tmp_path):
+def test_robomimic_frames_have_the_reward_of_their_state(tmp_path):
     episodes = episodes_in(None, None, written(tmp_path / "demo.hdf5"))
     assert [episode.name for episode in episodes] == ["demo.hdf5 demo_2", "demo.hdf5 demo_10"]
     frames, labels, _ = frames_and_labels(episodes)
     assert (frames == PICTURES).all() and labels == [0, 0, 0, 1, 1]
 
 
-def test_without_the_next_observations_a_frame_has_the_reward_of_the_row_before(tmp_path):
+def test_without_next_observations_frames_have_the_earlier_reward(tmp_path):
     episodes = episodes_in(None, None, written(tmp_path / "demo.hdf5", shown="obs"))
     frames, labels, _ = frames_and_labels(episodes)
     assert (frames == PICTURES[1:]).all() and labels == [0, 0, 0, 1]
@@ -58,7 +58,7 @@ def test_without_the_next_observations_a_frame_has_the_reward_of_the_row_before(
     assert labels == [0, 0, 0, 0] and trajectory.positive  # the state of its success is in no frame
 
 
-def test_the_held_success_before_liberos_last_row_has_no_label(tmp_path):
+def test_libero_success_held_before_its_end_is_unlabelled(tmp_path):
     pictures = np.arange(30, dtype=np.uint8)[:, None, None, None] * np.ones((1, 8, 8, 3), dtype=np.uint8)
     options = {"attributes": ["bddl_file_name"], "shown": "obs", "agentview_rgb": pictures}
     path = written(tmp_path / "demo.hdf5", rewards=[0] * 29 + [1], **options)
@@ -97,7 +97,7 @@ def test_an_episode_without_pictures_or_success_is_named(tmp_path, content, reas
         import_episodes(episodes_in(None, None, path), tmp_path / "positive", tmp_path / "negative", "Lift")
 
 
-def test_an_episode_without_rewards_is_not_taken_for_a_failure(tmp_path):
+def test_an_episode_without_rewards_is_no_failure(tmp_path):
     path = written(tmp_path / "demo.hdf5")
     with pytest.importorskip("h5py").File(path, "a") as file:
         del file["data/demo_2/rewards"]
@@ -105,7 +105,7 @@ def test_an_episode_without_rewards_is_not_taken_for_a_failure(tmp_path):
         import_episodes(episodes_in(None, None, path), tmp_path / "positive", tmp_path / "negative", "Lift")
 
 
-def test_a_set_that_was_never_written_takes_no_memory(tmp_path):
+def test_an_unwritten_dataset_takes_no_memory(tmp_path):
     path = written(tmp_path / "demo.hdf5")
     h5py = pytest.importorskip("h5py")
     with h5py.File(path, "a") as file:

@@ -89,7 +89,7 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch, about versions of pickles
 @pytest.mark.parametrize("suffix", FORMATS)
-def test_a_broken_file_is_one_sentence_with_its_name(tmp_path, suffix):
+def test_a_broken_file_is_one_sentence_naming_it(tmp_path, suffix):
     write, read = FORMATS[suffix]
     path, chance, refused = tmp_path / f"x{suffix}", random.Random(0), 0
     write(path)
@@ -119,14 +119,14 @@ def rewritten(path: Path, compression: int, pickled: bytes | None = None) -> Pat
     return path
 
 
-def test_a_deflated_torch_file_is_refused_before_it_is_inflated(tmp_path):
+def test_a_deflated_torch_file_is_refused_unread(tmp_path):
     torch.save({"images": [torch.zeros(3, 512, 512, dtype=torch.uint8)], "labels": [0]}, tmp_path / "x.pt")
     path = rewritten(tmp_path / "x.pt", zipfile.ZIP_DEFLATED)
     with pytest.raises(DataError, match="compressed, or claims more bytes"):
         read_payload(path)
 
 
-def test_one_frame_that_is_named_a_thousand_times_is_refused(tmp_path):
+def test_one_frame_named_a_thousand_times_is_refused(tmp_path):
     frame = torch.zeros(64, 64, 3, dtype=torch.uint8)
     torch.save({"images": [frame] * 1000, "labels": [0] * 1000}, tmp_path / "x.pt")
     write_pkl(tmp_path / "t.pkl", observations=[{"main_images": frame}] * 1000, infos=[{"success": False}] * 1000)
@@ -170,7 +170,7 @@ def test_pictures_of_another_file_are_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("success", ["perhaps", [{}], {"once": True}])
-def test_a_success_that_is_neither_true_nor_false_is_refused(tmp_path, success):
+def test_a_success_neither_true_nor_false_is_refused(tmp_path, success):
     write_pkl(tmp_path / "0.pkl", infos=[{}, {}, {}, {"success": success}])
     with pytest.raises(DataError, match=r"0\.pkl has a success that is neither"):
         read_episode(tmp_path / "0.pkl")
@@ -179,13 +179,13 @@ def test_a_success_that_is_neither_true_nor_false_is_refused(tmp_path, success):
         read_episode(tmp_path / "0.pkl")
 
 
-def test_an_episode_that_says_nothing_of_success_is_not_taken_for_a_failure(tmp_path):
+def test_an_episode_silent_on_success_is_no_failure(tmp_path):
     write_pkl(tmp_path / "0.pkl", infos=[{"reward": 1.0}] * 4)
     with pytest.raises(DataError, match=r"0\.pkl has no success in its infos"):
         read_episode(tmp_path / "0.pkl")
 
 
-def test_the_good_files_of_a_folder_are_imported_beside_the_bad(tmp_path):
+def test_good_files_are_imported_beside_bad_ones(tmp_path):
     raw, folders = tmp_path / "raw", (tmp_path / "positive", tmp_path / "negative")
     raw.mkdir()
     for name, content in (("bad.hdf5", b"nothing"), ("bad.pkl", b""), ("bad.pt", b"PK")):

@@ -47,7 +47,7 @@ def test_every_kind_of_number_becomes_the_same_bytes(tmp_path, frames):
     assert (trajectory.images["cam"] == STORED).all() and trajectory.labels.tolist() == [0, 0, 1]
 
 
-def test_folders_are_imported_once_and_sorted_by_their_labels(folders, capsys):
+def test_folders_are_imported_once_and_sorted_by_labels(folders, capsys):
     save(folders[0] / "000000.npy", {"cam": STORED})
     save(folders[0] / "000001.npy", {"cam": STORED / 255}, np.zeros(3))
     save(folders[1] / "000000.npy", {"cam": STORED}, np.array([False, False, False]))
@@ -72,7 +72,7 @@ def test_episodes_that_begin_with_success_are_warned_of(folders, caplog):
     assert "1 of 2 episodes succeed in every frame (a.npy)" in caplog.text
 
 
-def test_what_cannot_be_imported_is_counted_and_named_after_the_rest_was(folders):
+def test_unimportable_episodes_are_named_after_the_rest(folders):
     save(folders[0] / "good.npy", {"cam": STORED})
     save(folders[0] / "short.npy", {"cam": STORED}, LABELS[:2])
     (folders[0] / "text.npy").write_text("not numpy")
@@ -81,7 +81,7 @@ def test_what_cannot_be_imported_is_counted_and_named_after_the_rest_was(folders
     assert len(open_folder(folders[2])) == 1
 
 
-def test_a_folder_with_nothing_to_import_is_named_before_anything_is_written(folders):
+def test_a_folder_with_nothing_to_import_is_named(folders):
     save(folders[0] / "good.npy", {"cam": STORED})
     for absent in (folders[1], folders[1] / "nowhere"):
         with pytest.raises(DataError, match=rf"there is no \.npy file in {absent}"):
@@ -124,7 +124,7 @@ class Harm:
 
 
 @pytest.mark.parametrize("position", ["image", "label", "key", "more"])
-def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path, position):
+def test_a_pickle_running_a_program_is_refused_unrun(tmp_path, position):
     victim = tmp_path / "ran"
     harm = Harm(os.system, f"touch {victim}")
     path = save(
@@ -155,7 +155,7 @@ def test_a_pickle_that_runs_a_program_is_refused_and_runs_nothing(tmp_path, posi
         np.array([(1,)], dtype=[("a", "i4")]),
     ],
 )
-def test_only_arrays_of_numbers_and_plain_containers_are_read(tmp_path, harm, monkeypatch):
+def test_only_number_arrays_and_plain_containers_are_read(tmp_path, harm, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"is refused|cannot be read"):
         read_dictionary(save(tmp_path / "0.npy", {"cam": harm}))

@@ -35,7 +35,7 @@ def cell(sheet: Image.Image, row: int, column: int) -> tuple[tuple[int, ...], in
 
 
 @pytest.mark.parametrize("key", ["cam", "grey"])
-def test_a_row_goes_from_the_first_frame_to_the_last_and_has_the_success(folder, tmp_path, key):
+def test_a_row_spans_all_frames_and_shows_success(folder, tmp_path, key):
     sheet = Image.open(contact_sheet([open_folder(folder)], tmp_path / "new" / "sheet.png", [key], columns=4, rows=9))
     assert sheet.size == (4 * CELL, 2 * (CELL + CAPTION))
     assert [cell(sheet, 0, column) for column in range(4)] == [

@@ -19,7 +19,7 @@ def drawn(count: int, seed: int, ties: bool = False) -> tuple[np.ndarray, np.nda
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_the_area_is_sklearn_s_and_doubted_by_mann_and_whitney(ties):
+def test_the_area_matches_sklearn_and_mann_whitney_doubts(ties):
     scores, good = drawn(40, 0, ties)
 
     area, doubt = area_under_curve(scores, good)
@@ -28,7 +28,7 @@ def test_the_area_is_sklearn_s_and_doubted_by_mann_and_whitney(ties):
     assert area_under_curve(np.zeros(40), good)[1] > 0.4
 
 
-def test_the_curve_is_that_of_a_logistic_regression_on_smoothed_targets():
+def test_the_curve_matches_logistic_regression_on_smoothed_targets():
     scores, good = drawn(60, 3)
     scores = 30 * scores - 500  # far from zero, as raw scores may be
     factor, offset = fitted_curve(scores, good)

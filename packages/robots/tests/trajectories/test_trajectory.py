@@ -69,7 +69,7 @@ def test_files_are_numbered_found_and_counted(tmp_path):
     assert find_trajectory(tmp_path / "nowhere", "a") is None
 
 
-def test_floats_are_stored_to_the_nearest_byte_and_read_in_the_unit_interval():
+def test_floats_are_stored_to_the_nearest_byte():
     stored = to_uint8(np.array([0, 0.5, 1]), "these")
     assert stored.tolist() == [0, 128, 255] and stored.dtype == np.uint8
     assert to_unit(stored).tolist() == pytest.approx([0, 128 / 255, 1]) and to_unit(stored).dtype == np.float32
