@@ -92,7 +92,9 @@ def recipe(example: str, url: str, folder: str) -> ModuleType:
 
 
 def guide(case: Case, word: str) -> str:
-    """The first block of the guide that has a word in it; with this address."""
+    """The first block of the guide that has a word in it; with this address, and what it names in the folder."""
+    if not Path("outputs").exists():
+        lay_out(case)
     blocks = re.findall(r"```\w+\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     return next(block for block in blocks if word in block).replace("http://host:8080", case.url)
 
@@ -223,7 +225,6 @@ def main(checks: Mapping[str, Callable[[Case], Any]]) -> None:
     given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     case = Case(**{**given, "pictures": tuple(given["pictures"])})
     report: dict[str, dict[str, Any]] = dict.fromkeys(checks, NOT_DONE)
-    lay_out(case)
     for name, check in checks.items():
         try:
             report[name] = {"proved": True, "what": check(case)}

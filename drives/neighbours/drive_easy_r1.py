@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from checks import ANSWERS, GUIDES_QUESTION, Case, main, raised, ran, recipe, scored
+from checks import ANSWERS, GUIDES_QUESTION, Case, lay_out, main, raised, ran, recipe, scored
 from transformers import AutoTokenizer
 from verl.protocol import DataProto
 from verl.utils.dataset import RLHFDataset, collate_fn
@@ -43,7 +43,8 @@ def rewards(case: Case, url: str, picture: str = "cat.jpg") -> list[float]:
     return by_token.sum(dim=1).tolist()
 
 
-def of_guide(case: Case) -> dict[str, Any]:
+def equal(case: Case) -> dict[str, Any]:
+    lay_out(case)
     shown = str(Path("cat.jpg").resolve())
     rows = [scored(shown, *row, GUIDES_QUESTION) for row in zip(ANSWERS, rewards(case, case.url), strict=True)]
     return ran("in its data set and reward manager", rows)
@@ -58,4 +59,4 @@ def away(case: Case) -> str:
 
 
 if __name__ == "__main__":
-    main({"equal": of_guide, "broken": broken, "away": away})
+    main({"equal": equal, "broken": broken, "away": away})

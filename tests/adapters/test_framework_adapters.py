@@ -135,20 +135,6 @@ def test_trl_takes_prompt_images_else_column_images(tiny_reward_model, expected,
     assert reward.__name__ == "people"
 
 
-def test_trl_skips_unscorable_samples_and_says_why(tiny_reward_model, expected, caplog):
-    """Here each is of another prompt, so that there is no mean of its group to give it."""
-    cut = Pillow.open(io.BytesIO(noise_png()[:-2000]))  # read by Pillow on use
-    logged = {}
-
-    scores = TRLReward(tiny_reward_model, **LOAD)(
-        [asked(IMAGES[0]), asked(), asked(cut), asked("gone.png")], ANSWERS, log_metric=logged.__setitem__
-    )
-
-    assert scores[0] == near(expected[0]) and scores[1:] == [None] * 3
-    assert logged["rm/vlmrm/missing"] == 0.75
-    assert "first sample 1: " in caplog.text and "asks for more images" in caplog.text
-
-
 GROUPED = {"name": "it", "reward_model": "vlm_reward_group"}
 
 
@@ -342,12 +328,6 @@ class Shown(PointwiseRewardModel):
 
     def __call__(self, prompt, image, response):
         return [float(len(text)) for text in response]
-
-
-def noise_png() -> bytes:
-    file = io.BytesIO()
-    Pillow.fromarray(np.random.default_rng(0).integers(0, 255, (84, 56, 3), dtype=np.uint8)).save(file, "PNG")
-    return file.getvalue()
 
 
 # verl ----------------------------------------------------------------------------------------------------------------
