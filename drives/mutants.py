@@ -144,6 +144,15 @@ MUTANTS = (
     Mutant(QUEUE, "job.deadline < time.monotonic()", "job.deadline < 0", "tests/serving"),
     Mutant("vlmrm/serving/worker_process.py", "SECRETS + LAUNCHER", "LAUNCHER", "tests/serving/test_access.py"),
     # A classifier that is said to be another.
+    # What is a unit, and who is accused.
+    Mutant(
+        "vlmrm/measures/differences.py", "np.maximum(squares, 0) + added", "np.maximum(squares, 0)", "tests/evaluation"
+    ),
+    Mutant(
+        "vlmrm/measures/donors.py", "seen = bool(media_of(comparison.prompt))", "seen = bool([])", "tests/measures"
+    ),
+    Mutant("vlmrm/measures/audit.py", "(abs(centre) if gain_counts else centre)", "abs(centre)", "tests/measures"),
+    Mutant("vlmrm/measures/audit.py", "Mean(first - second, scale", "Mean(first + second, scale", "tests/measures"),
     Mutant(QUALIFIED, "fires = int((peaks > threshold).sum())", "fires = 0", "packages/robots/tests/frames"),
 )
 

@@ -286,6 +286,16 @@ def test_a_python_function_is_a_scorer(here, data):
     assert "KeyError: 'reward'" in (broken["error"] or "")
 
 
+def test_a_score_of_nan_drops_its_row_alone(here, data):
+    Path("my_nan.py").write_text("def sick(talks):\n    return [float('nan')] + [1.0] * (len(talks) - 1)\n")
+
+    [kept] = sweep(asked(data, "python:my_nan.sick", interventions="none", bad_rows="skip")).rows
+    [ended] = sweep(asked(data, "python:my_nan.sick", interventions="none", output_file="other.csv")).rows
+
+    assert kept["error"] is None and kept["dropped_rows"] == 1
+    assert "my_nan.sick has no score for row" in ended["error"] and "its score is nan" in ended["error"]
+
+
 # Judges --------------------------------------------------------------------------------------------------------------
 
 

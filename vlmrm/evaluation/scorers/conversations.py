@@ -14,7 +14,7 @@ from vlmrm.batching.collator import OverlongError, plain_worker_errors
 from vlmrm.conversation import Comparison, Conversation, Message, Part, Text
 from vlmrm.data.media import messages_key
 from vlmrm.engine import ScoredRow, checked
-from vlmrm.errors import MediaError, RewardError, RowError
+from vlmrm.errors import MediaError, RewardError, RowError, ScoreError
 from vlmrm.evaluation.entry import SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.measures.interventions import INTERVENTIONS, alterations
@@ -168,7 +168,11 @@ class ConversationScorer(ABC):
                 lead = answer.scores[1 - branch] - answer.scores[branch]
                 attacks.setdefault(name, {})[branch] = plain.scores[1 - branch] - lead
         row.altered.update({name: [of[0], of[1]] for name, of in attacks.items() if name not in row.failed})
-        return checked(row)
+        row = checked(row)
+        if isinstance(row.error, ScoreError):  # weights of ours would be broken; of another scorer it is the row
+            reason, _, _ = row.error.reason.partition(":")
+            return ScoredRow(unit.index, unit.id, error=self._dropped(RowError(reason), unit.id))
+        return row
 
     def _dropped(self, error: RowError, row_id: str) -> RowError:
         """Return the error of a row that may be left out."""
