@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from accelerate import Accelerator
 
+from benchmarks import flops
+from benchmarks.shapes import Pair, configuration, reward_model, training
 from tests.runs import colour_lists
 from vlmrm.training import step
+from vlmrm.training.utilisation import Operations
 
 
 def test_figures_count_pairs_that_people_judged():
@@ -17,6 +21,7 @@ def test_figures_count_pairs_that_people_judged():
     figures = step.StepFigures()
     part: dict = {"pairs": pairs, "rows": {"branches": torch.tensor([3])}}
     figures.add(torch.tensor([3.0, 1.0, 2.0, 0.0]), part, {}, torch.tensor(0.0))
+    figures.read()
     logged = figures.flush(Accelerator(cpu=True))
     assert (logged["accuracy"], logged["margin"], logged["irrelevant_margin"]) == (0.5, 0.5, -3.0)
     assert (logged["mean_reward"], logged["min_reward"], logged["max_reward"]) == (2.0, 1.0, 3.0)
@@ -42,3 +47,20 @@ def test_dropout_is_drawn_again_under_autocast_and_checkpointing(train_here, tmp
     train_here(colour_lists(tmp_path / "data", 6), max_tokens_per_batch=1, **keys)
     assert len(torch.cat(ahead)) > 8
     assert torch.equal(torch.cat(ahead), torch.cat(behind))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_operations_of_a_step_are_those_that_shapes_give(frozen):
+    config = configuration("h256")
+    model, batcher = reward_model(config)
+    model.language_model.requires_grad_(not frozen)
+    inputs = batcher(training(config, [Pair(144, 20, 40, 60)] * 2, irrelevant=False).conversations)
+    operations = Operations(model.train())
+    operations.on = True
+
+    model(**inputs)
+
+    tower = sum(flops.vision(config, grid) for grid in inputs["media"]["image"]["tensors"]["image_grid_thw"].tolist())
+    text = flops.of_shared(config, inputs).body - tower
+    expected = 3 * tower + (2 if frozen else 3) * text
+    assert operations.done == pytest.approx(expected, rel=0.1)  # without the merger, and attention is never frozen

@@ -46,7 +46,7 @@ from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
 from vlmrm.training.checks import CHECKS, check_disk, check_gpus, checkpoint_bytes
-from vlmrm.training.engines import reads_weights_once
+from vlmrm.training.engines import compiles, reads_weights_once
 from vlmrm.training.folder import (
     SETTINGS,
     check_base,
@@ -130,12 +130,17 @@ class Run:
             from vlmrm.training.probe import ProbedDataset
 
             eval_dataset = ProbedDataset(eval_dataset, args.probe_samples, self.data_args.split_seed)
+        collator = build_collator(self.keys, model, self.processor, train_dataset)
+        if compiles(keys, args, model.family):
+            from vlmrm.modeling.compiled import compile_blocks
+
+            compile_blocks(model)
         made = build_trainer(
             make,
             model=model,
             args=args,
             processor=self.processor,
-            collator=build_collator(self.keys, model, self.processor, train_dataset),
+            collator=collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             peft_config=lora_config(keys, model) if keys.use_peft else None,

@@ -174,15 +174,16 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             totals[2:4] += torch.tensor([batch["counts"]["tokens"], batch["counts"]["pairs"]])
             totals[5] += len(batch["dropped"])
             self._report_dropped(batch["dropped"])
-        # float32 for accelerators without float64; exact for whole numbers below 2²⁴.
-        totals = self.accelerator.reduce(totals.float().to(device), "sum")
+        totals = totals.float()  # for accelerators without float64; exact for whole numbers below 2²⁴
+        if self.accelerator.num_processes > 1:  # alone, the host need not wait for the device
+            totals = self.accelerator.reduce(totals.to(device), "sum")
         preference, irrelevant, *counts = totals.tolist()
         tokens, pairs, rows, dropped, uncut, cut = map(int, counts)
         self.state.num_input_tokens_seen += tokens
         self.step.figures.start_step(tokens=tokens, pairs=pairs)
         log_cut(uncut, cut, self.collator.max_tokens_per_batch, trained=True)
         self.row_tally.add(rows=rows, dropped=dropped, weight=preference + irrelevant)
-        return totals[:2]
+        return totals[:2].to(device)
 
     def _report_dropped(self, dropped: list[tuple[int, RowError]]) -> None:
         if not dropped:
@@ -383,6 +384,7 @@ def adapt(
     Half precision would lose the updates of weights that train in full beside the adapters.
     """
     from peft import get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     # ZeRO-3 gathers weights of one type at once.
     whole = args.deepspeed_plugin is None or args.deepspeed_plugin.zero_stage != 3
@@ -391,4 +393,7 @@ def adapt(
     if (args.bf16 or args.fp16) and not args.deepspeed:
         for weight in weights:
             weight.data = weight.data.float()
+        for module in adapted.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.cast_input_dtype_enabled = False  # to float32, from where autocast casts back
     return adapted, {weight: weight.data for weight in weights}
