@@ -130,17 +130,12 @@ class Run:
             from vlmrm.training.probe import ProbedDataset
 
             eval_dataset = ProbedDataset(eval_dataset, args.probe_samples, self.data_args.split_seed)
-        collator = build_collator(self.keys, model, self.processor, train_dataset)
-        if compiles(keys, args, model.family):
-            from vlmrm.modeling.compiled import compile_blocks
-
-            compile_blocks(model)
         made = build_trainer(
             make,
             model=model,
             args=args,
             processor=self.processor,
-            collator=collator,
+            collator=build_collator(self.keys, model, self.processor, train_dataset),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             peft_config=lora_config(keys, model) if keys.use_peft else None,
@@ -155,6 +150,7 @@ class Run:
         if not keys.check_sight:
             logger.warning("check_sight: false: nothing checks that %s sees images", keys.model_name_or_path)
         trainer.prove_sight = self._prove_sight if keys.check_sight else None
+        trainer.compiles = compiles(keys, args, model.family)
         if keys.vision_cache_dir is not None:  # adapters have frozen the model by now
             model.use_vision_cache(keys.vision_cache_dir, keys.vision_cache_gb)
             # No optimizer misses a frozen tower; but under ZeRO-3 ranks gather its weights together or not at all.

@@ -115,6 +115,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         self.save_extras = save_extras
         self.row_tally = RowTally()
         self.prove_sight: Callable[[], None] | None = None
+        self.compiles = False  # blocks of the model, once it has proved sight
         self.rates: dict[str, float] = {}  # of the last step, by key
         self._evaluated: list[ScoredRow] = []
 
@@ -333,6 +334,10 @@ class BetweenSteps(TrainerCallback):
             self._keep_rates(args, kwargs["lr_scheduler"])
         if trainer.prove_sight is not None:  # DeepSpeed or FSDP has wrapped the model, and its weights are in place
             trainer.prove_sight()
+        if trainer.compiles:
+            from vlmrm.modeling.compiled import compile_blocks
+
+            compile_blocks(trainer.reward_model)
 
     def _keep_rates(self, args: RewardTrainingArguments, scheduler: Any) -> None:
         """Keep the learning rates of this run's keys: HF would go on with those of the checkpoint."""

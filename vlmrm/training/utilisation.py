@@ -2,7 +2,8 @@
 
 Counted, each multiplication with its addition as 2: the matrices of a block for each of its tokens, and attention's
 two products for each pair of a query and a key that it sees. Forward, gradients by inputs where there are any, and by
-weights that are trained; what checkpointing computes again counts for nothing. Embeddings, merger and head are left out.
+weights that are trained; what checkpointing computes again counts for nothing. Embeddings, merger and head are left
+out.
 """
 
 from __future__ import annotations
