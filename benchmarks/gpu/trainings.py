@@ -28,13 +28,13 @@ EAGER: dict[str, Any] = {"torch_compile": False}
 SMALL, LARGE = 448, 896  # pixels of a side: images of 256 and of 1,024 tokens
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # pairs of a step, pixels, keys
     "lora, 4 pairs of 1,024": (4, LARGE, LORA),
-    "full, 4 pairs of 1,024": (4, LARGE, FULL),
-    "full, 16 pairs of 1,024": (16, LARGE, FULL),
     "lora, 16 pairs of 1,024": (16, LARGE, LORA),
     "lora, 4 pairs of 256": (4, SMALL, LORA),
     "lora, 32 pairs of 256": (32, SMALL, LORA),
     "lora, 4 pairs of 1,024, eager": (4, LARGE, LORA | EAGER),
-    "full, 4 pairs of 1,024, eager": (4, LARGE, FULL | EAGER),
+    "full, 16 pairs of 1,024, eager": (16, LARGE, FULL | EAGER),
+    "full, 16 pairs of 1,024": (16, LARGE, FULL),
+    "full, 4 pairs of 1,024": (4, LARGE, FULL),
     "qlora, 4 pairs of 256": (4, SMALL, LORA | {"load_in_4bit": True}),
     "full, adamw_bnb_8bit": (4, SMALL, {"optim": "adamw_bnb_8bit"}),
     "full, paged_adamw_8bit": (4, SMALL, {"optim": "paged_adamw_8bit"}),

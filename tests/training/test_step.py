@@ -49,6 +49,19 @@ def test_dropout_is_drawn_again_under_autocast_and_checkpointing(train_here, tmp
     assert torch.equal(torch.cat(ahead), torch.cat(behind))
 
 
+def test_every_module_is_in_training_mode_also_under_adapters(train_here, tmp_path, monkeypatch):
+    """A checkpoint is opened for scoring, and blocks in that mode would not be checkpointed."""
+    modes, forward = [], step.TrainingStep._run
+
+    def record(self, model, *args, **keys):
+        modes.append(all(module.training for module in model.modules()))
+        return forward(self, model, *args, **keys)
+
+    monkeypatch.setattr(step.TrainingStep, "_run", record)
+    train_here(colour_lists(tmp_path / "data", 6), use_peft=True, max_steps=2)
+    assert modes and all(modes)
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_operations_of_a_step_are_those_that_shapes_give(frozen):
     config = configuration("h256")

@@ -48,7 +48,7 @@ def compile_blocks(model: RewardModel, backend: str | Callable[..., Any] = "indu
             kinds[type(module).__name__] += 1
             module.__class__ = _compiled(type(module), backend)
     logger.info(
-        "Compiling %s: the first steps take a minute longer (torch_compile: false turns it off)",
+        "Compiling %s: the first step takes one or two minutes longer (torch_compile: false turns it off)",
         " and ".join(f"{count} {name}" for name, count in kinds.items()),
     )
 

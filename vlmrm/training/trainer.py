@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -215,7 +216,8 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        model.train()
+        if not self.reward_model.training:  # a walk through all modules, while the device waits
+            model.train()
         optimizer: Any = self.optimizer
         if callable(getattr(optimizer, "train", None)):
             optimizer.train()  # a schedule-free one has other weights for evaluation
@@ -231,8 +233,11 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Estimate a batch's FLOPs: 6 per parameter and token, forward and backward (Kaplan et al. 2020, §2.1)."""
-        model = cast(PreTrainedModel, self.model)
-        return 6 * inputs["counts"]["tokens"] * model.num_parameters(exclude_embeddings=True)
+        return 6 * inputs["counts"]["tokens"] * self._weights
+
+    @cached_property
+    def _weights(self) -> int:
+        return cast(PreTrainedModel, self.model).num_parameters(exclude_embeddings=True)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

@@ -8,7 +8,7 @@ out.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,13 +29,32 @@ def data_sheet_rate(device: torch.device) -> float | None:
     return next((rate for model, rate in DATA_SHEET.items() if model in name), None)
 
 
+class Matrices(NamedTuple):
+    """Numbers in the matrices of a block that a token goes through: before its `mlp`, in it, and the share trained."""
+
+    mixer: float
+    mlp: float
+    trained: float
+
+    @classmethod
+    def of(cls, block: nn.Module, experts: int) -> Matrices:
+        shared_out = set(expert_weights(block))
+        sizes = {
+            name: (weight.numel() * (experts / len(weight) if name in shared_out else 1), weight.requires_grad)
+            for name, weight in block.named_parameters()
+            if weight.dim() > 1
+        }
+        total, mlp = (sum(n for name, (n, _) in sizes.items() if name.startswith(part)) for part in ("", "mlp."))
+        return cls(total - mlp, mlp, sum(n for n, trained in sizes.values() if trained) / (total or 1))
+
+
 class Operations:
     """Adds up the `done` operations of a model's blocks, in the forwards for which it is `on`."""
 
     def __init__(self, model: RewardModel):
         self.on, self.done = False, 0.0
-        config: Any = model.config.get_text_config()
-        self._chosen = getattr(config, "num_experts_per_tok", 1)
+        self._experts = getattr(model.config.get_text_config(), "num_experts_per_tok", 1)  # that a token goes through
+        self._matrices: dict[nn.Module, Matrices] = {}  # of each block, counted once: a walk takes the host longer
         for block in model.modules():
             if isinstance(block, GradientCheckpointingLayer):
                 block.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -46,13 +65,11 @@ class Operations:
         hidden: torch.Tensor = args[0] if args else keywords["hidden_states"]
         tokens, layout = hidden.numel() // hidden.shape[-1], keywords.get("layout")
         ends = len(layout.last_tokens) if isinstance(layout, PackedLayout) and hasattr(block, "ends") else tokens
-        experts = dict.fromkeys(expert_weights(block), self._chosen)
-        products = learned = 0.0
-        for name, weight in block.named_parameters():
-            if weight.dim() > 1:
-                share = experts[name] / len(weight) if name in experts else 1
-                product = 2 * weight.numel() * share * (ends if name.startswith("mlp.") else tokens)
-                products, learned = products + product, learned + product * weight.requires_grad
+        if block not in self._matrices:
+            self._matrices[block] = Matrices.of(block, self._experts)
+        matrices = self._matrices[block]
+        products = 2 * (tokens * matrices.mixer + ends * matrices.mlp)
+        learned = products * matrices.trained
         attention = 4 * hidden.shape[-1] * _pairs(hidden, keywords)
         backward = torch.is_grad_enabled() and (hidden.requires_grad or learned > 0)
         self.done += products * (1 + backward) + learned + attention * (1 + 2 * backward)
