@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._dynamo import config as dynamo
 from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -27,7 +28,6 @@ from vlmrm.modeling.vision import SEGMENTS
 logger = logging.getLogger("vlmrm")
 
 relies_on(GradientCheckpointingLayer, "__init_subclass__", "gradient_checkpointing")
-relies_on(AttentionInterface, "_global_mapping")
 GRAPHS = 64  # of one function, for all kinds of its callers; torch's own limit is 8
 
 
@@ -37,7 +37,7 @@ def compile_blocks(model: RewardModel, backend: str | Callable[..., Any] = "indu
     The last layer is left as it is: its feed-forward part is computed for a row's ends alone, by the layout.
     """
     _keep_attention_outside()
-    settings: Any = torch._dynamo.config
+    settings: Any = dynamo
     settings.recompile_limit = GRAPHS
     settings.optimize_ddp = False  # it would cut graphs of one block for its buckets
     kinds: Counter[str] = Counter()
@@ -64,4 +64,4 @@ def _compiled(kind: type[Any], backend: str | Callable[..., Any]) -> type[Any]:
 @cache
 def _keep_attention_outside() -> None:
     for name in (*SHARED.values(), *SEGMENTS.values()):
-        AttentionInterface.register(name, torch.compiler.disable(AttentionInterface._global_mapping[name]))
+        AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))
