@@ -169,11 +169,11 @@ def test_no_float32_copy_of_an_input_is_needed_or_kept(tiny_checkpoint):
         return [loss, *torch.autograd.grad(loss, [weight for weight in model.parameters() if weight.requires_grad])]
 
     ours = step()
-    assert layers and not any(layer.cast_input_dtype_enabled for layer in layers)
     for layer in layers:
+        assert not layer.cast_input_dtype_enabled
         layer.cast_input_dtype_enabled = True
 
-    assert all(map(torch.equal, ours, step()))
+    assert layers and all(map(torch.equal, ours, step()))
 
 
 def test_merging_overwrites_nothing_and_needs_an_adapter(adapter, tiny_reward_model, tmp_path):

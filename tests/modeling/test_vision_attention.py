@@ -191,7 +191,6 @@ def test_nothing_that_changes_attention_is_dropped():
 
 
 def test_a_hopper_gpu_takes_flash_for_the_tower(monkeypatch):
-    """Where cuDNN could, torch prefers it, and builds plans for each number of tokens."""
     chosen = []
 
     def choose(query, key, value, cu_queries, cu_keys, longest, *_, window_size, **__):
@@ -202,9 +201,8 @@ def test_a_hopper_gpu_takes_flash_for_the_tower(monkeypatch):
     monkeypatch.setattr(varlen, "_cudnn_version_and_major_capability", lambda index: (92600, 9))
     monkeypatch.setattr(kernels, "varlen_attn", choose)
     with FakeTensorMode():
-        states = [torch.empty(256, 16, 80, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        states = [torch.empty(256, 16, 80, device="cuda", dtype=torch.bfloat16)] * 3
         lengths = torch.empty(5, device="cuda", dtype=torch.int32)
-
         kernels.attend_varlen(kernels.TORCH, *states, lengths, lengths, 64, 64, scaling=None, causal=False)
 
     assert chosen == [varlen._FLASH_ATTENTION_BACKEND]
