@@ -69,9 +69,9 @@ bench: $(INSTALLED)  ## run every benchmark
 	$(BIN)/python -m benchmarks
 
 # With the Python of the machine, unless there is a .venv: one that is lent has torch, and no network to install from.
-gpu:  ## measure what waits for a GPU (PART=kernels: one part), with what is in ./wheels where there is no network
+gpu:  ## measure what waits for a GPU (PART=profile, SECONDS=540, OUTPUT=), with ./wheels where there is no network
 	$(if $(wildcard wheels),$(PYTHON) -m benchmarks.wheels install wheels --into build/gpu/site)
-	PYTHONPATH=build/gpu/site:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu $(PART:%=--part %) $(SECONDS:%=--seconds %)
+	PYTHONPATH=build/gpu/site:$$PYTHONPATH $(PYTHON) -m benchmarks.gpu $(PART:%=--part %) $(SECONDS:%=--seconds %) $(OUTPUT:%=--output %)
 
 docs: $(DOCS)  ## build the documentation into site/; a broken link or anchor fails
 	rm -rf site

@@ -51,7 +51,7 @@ def test_each_prints_one_object_of_finite_rows(name, tmp_path):
             pytest.skip("no flickr8k_pref under VLMRM_TEST_DATA")
         options = ["--data", str(DATA / "flickr8k_pref")]
     if name == "gpu":  # without its service, which that of `serving` is
-        parts = ("kernels", "families", "steps_3b", "lengths", "tower", "noise", "training", "offline", "vllm")
+        parts = ("kernels", "families", "steps_3b", "lengths", "profile", "noise", "training", "offline", "vllm")
         options = [word for part in parts for word in ("--part", part)]
         options += ["--output", str(tmp_path), "--scratch", str(tmp_path / "scratch")]
     result = run(f"benchmarks.{name}", "--quick", "--json", *options)

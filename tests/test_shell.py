@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+CONFIG = "training_configs/7b_config.yaml"
 
 STAND_IN = """#!/bin/bash
 echo "pid $$ threads ${OMP_NUM_THREADS:-unset} gpus ${CUDA_VISIBLE_DEVICES:-unset}"
@@ -21,7 +22,7 @@ printf '%s\\n' "${0##*/}" "$@"
 def checkout(tmp_path) -> Path:
     """A checkout of the scripts with one configuration, and an environment of stand-ins in .venv."""
     folder = tmp_path / "check out"  # a space, as in a stranger's home
-    for name in ("run_distributed.sh", "run_eval.sh", "training_configs/7b_config.yaml"):
+    for name in ("run_distributed.sh", "run_eval.sh", CONFIG):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     shutil.copy(ROOT / "training_configs" / "eval_config_example.yaml", folder / "training_configs")
@@ -65,7 +66,7 @@ def free_port():
 
 
 def test_one_machine(checkout, free_port):
-    words = ["--gpus", "4", "--port", free_port, "--config", "training_configs/7b_config.yaml"]
+    words = ["--gpus", "4", "--port", free_port, "--config", CONFIG]
     pid, status, lines, _ = run(
         checkout / "run_distributed.sh", *words, "--", "--learning_rate", "5e-6", "--run_name", "a b"
     )
@@ -74,7 +75,7 @@ def test_one_machine(checkout, free_port):
     assert lines[0] == f"pid {pid} threads 1 gpus unset"
     launcher = ["torchrun", "--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "4"]
     launcher += ["--master-addr", "127.0.0.1", "--master-port", free_port]
-    program = [f"{checkout}/train_rm.py", "training_configs/7b_config.yaml"]
+    program = [f"{checkout}/train_rm.py", CONFIG]
     assert lines[1:] == [*launcher, *program, "--learning_rate", "5e-6", "--run_name", "a b"]
 
 
@@ -90,7 +91,7 @@ def test_scripts_work_from_another_directory(checkout, free_port, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine.yaml").touch()
-    config = "training_configs/7b_config.yaml"
+    config = CONFIG
     script = checkout / "run_distributed.sh"
     assert f"{checkout}/{config}" in run(script, "--port", free_port, "--config", config, cwd=elsewhere)[2]
     assert "mine.yaml" in run(script, "--port", free_port, "--config", "mine.yaml", cwd=elsewhere)[2]
@@ -101,20 +102,24 @@ def test_scripts_work_from_another_directory(checkout, free_port, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("script", "words", "expected"),
     [
-        ("", "--config FILE is missing"),
-        ("training_configs/7b_config.yaml", "'training_configs/7b_config.yaml'"),
-        ("--gpus --port 1", "--gpus needs a value"),
-        ("--config nowhere.yaml", "nowhere.yaml"),
-        ("--config training_configs/7b_config.yaml --gpus four", "--gpus is 'four'"),
-        ("--config training_configs/7b_config.yaml --port 70000", "--port is '70000'"),
-        ("--config training_configs/7b_config.yaml --nodes 2", "--nodes 2 needs --master-addr"),
-        ("--config training_configs/7b_config.yaml --node-rank 1", "--node-rank is '1'"),
+        ("run_distributed.sh", "", "--config FILE is missing"),
+        ("run_distributed.sh", CONFIG, f"'{CONFIG}'"),
+        ("run_distributed.sh", "--gpus --port 1", "--gpus needs a value"),
+        ("run_distributed.sh", "--config nowhere.yaml", "nowhere.yaml"),
+        ("run_distributed.sh", f"--config {CONFIG} --gpus four", "--gpus is 'four'"),
+        ("run_distributed.sh", f"--config {CONFIG} --port 70000", "--port is '70000'"),
+        ("run_distributed.sh", f"--config {CONFIG} --nodes 2", "--nodes 2 needs --master-addr"),
+        ("run_distributed.sh", f"--config {CONFIG} --node-rank 1", "--node-rank is '1'"),
+        ("run_eval.sh", "nowhere.yaml", "nowhere.yaml"),
+        ("run_eval.sh", f"{CONFIG} 0,", "GPU is '0,'"),
+        ("run_eval.sh", f"{CONFIG} 0 1", "too many words"),
+        ("run_eval.sh", "--gpus 1", "'--gpus'"),
     ],
 )
-def test_a_wrong_launch_is_one_sentence(checkout, words, expected):
-    _, status, lines, errors = run(checkout / "run_distributed.sh", *words.split())
+def test_a_wrong_launch_is_one_sentence(checkout, script, words, expected):
+    _, status, lines, errors = run(checkout / script, *words.split())
     assert (status, lines) == (2, [])
     assert expected in errors and errors.count("\n") == 1
 
@@ -122,7 +127,7 @@ def test_a_wrong_launch_is_one_sentence(checkout, words, expected):
 def test_a_port_in_use_is_one_sentence(checkout):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-        words = ["--config", "training_configs/7b_config.yaml", "--port", port]
+        words = ["--config", CONFIG, "--port", port]
         _, status, lines, errors = run(checkout / "run_distributed.sh", *words)
     assert (status, lines) == (2, [])
     assert f"port {port} is in use" in errors and errors.count("\n") == 1
@@ -131,35 +136,20 @@ def test_a_port_in_use_is_one_sentence(checkout):
 @pytest.mark.parametrize("script", ["run_distributed.sh", "run_eval.sh"])
 def test_without_an_installation_the_sentence_says_to_install(checkout, free_port, script):
     shutil.rmtree(checkout / ".venv")
-    words = ["--port", free_port, "--config", "training_configs/7b_config.yaml"] if script.startswith("run_d") else []
+    words = ["--port", free_port, "--config", CONFIG] if script.startswith("run_d") else []
     _, status, _, errors = run(checkout / script, *words)
     assert status == 2 and "pip install -e '.[train]'" in errors and errors.count("\n") == 1
 
 
 def test_eval_on_one_gpu(checkout):
-    words = ["training_configs/7b_config.yaml", "3", "--", "--max_eval_samples", "5"]
+    words = [CONFIG, "3", "--", "--max_eval_samples", "5"]
     pid, status, lines, _ = run(checkout / "run_eval.sh", *words)
     assert status == 0 and lines[0] == f"pid {pid} threads unset gpus 3"
-    program = [f"{checkout}/eval_rm.py", "training_configs/7b_config.yaml"]
+    program = [f"{checkout}/eval_rm.py", CONFIG]
     assert lines[1:] == ["python3", *program, "--max_eval_samples", "5"]
 
 
 def test_eval_on_several_gpus(checkout):
-    _, status, lines, _ = run(checkout / "run_eval.sh", "training_configs/7b_config.yaml", "0,2,5")
+    _, status, lines, _ = run(checkout / "run_eval.sh", CONFIG, "0,2,5")
     assert status == 0 and lines[0].endswith("gpus 0,2,5")
     assert lines[1:5] == ["torchrun", "--standalone", "--nproc-per-node", "3"]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["nowhere.yaml"], "nowhere.yaml"),
-        (["training_configs/7b_config.yaml", "0,"], "GPU is '0,'"),
-        (["training_configs/7b_config.yaml", "0", "1"], "too many words"),
-        (["--gpus", "1"], "'--gpus'"),
-    ],
-)
-def test_a_wrong_evaluation_is_one_sentence(checkout, words, expected):
-    _, status, lines, errors = run(checkout / "run_eval.sh", *words)
-    assert (status, lines) == (2, [])
-    assert expected in errors and errors.count("\n") == 1

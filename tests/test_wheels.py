@@ -103,13 +103,3 @@ def test_pieces_become_the_original_files_or_show_damage(tmp_path):
     (site / wheels.INSTALLED).write_text("{}")
     with pytest.raises(Missing, match=r"first-1\.0-py3-none-any\.whl is damaged"):
         install([tmp_path / "wheels"], site)
-
-
-def test_a_folder_with_other_content_is_left_alone(tmp_path):
-    cut([wheel(tmp_path, "first")], tmp_path / "wheels", 10**6)
-    (notes := tmp_path / "home" / "notes.txt").parent.mkdir()
-    notes.write_text("mine")
-    for into in (notes.parent, notes):
-        with pytest.raises(Missing, match=r"is not empty, .*: name another folder"):
-            install([tmp_path / "wheels"], into)
-    assert [*notes.parent.iterdir()] == [notes] and notes.read_text() == "mine"

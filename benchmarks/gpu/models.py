@@ -14,6 +14,7 @@ from transformers import Qwen2_5_VLConfig
 from benchmarks import harness
 from benchmarks.shapes import PAD, QWEN, configuration, reward_checkpoint
 from vlmrm.modeling.manifest import COMPLETE
+from vlmrm.training.utilisation import data_sheet_rate
 
 # Of Qwen2.5-VL-3B and 7B, from their config.json; a test compares them where the files are.
 TEXT: dict[str, dict[str, Any]] = {
@@ -46,8 +47,6 @@ VISION: dict[str, Any] = {
     "window_size": 112,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-# Dense bfloat16 by the data sheets, in operations a second; a part of the name that torch gives the device.
-DATA_SHEET = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
 
 
 def real_configuration(size: str, tiny: bool = False) -> Any:
@@ -99,8 +98,7 @@ def peak(device: str) -> float:
     """Return the operations a second that utilisation is a share of: the data sheet's, or those of a product here."""
     if device == "cpu":
         return matrix_product("cpu", 256)
-    name = torch.cuda.get_device_name()
-    return next((rate for model, rate in DATA_SHEET.items() if model in name), None) or matrix_product(device, 8192)
+    return data_sheet_rate(torch.device(device)) or matrix_product(device, 8192)
 
 
 def peak_gib(work: Callable[[], Any], device: str) -> float | None:

@@ -19,6 +19,7 @@ from benchmarks.harness import Row, row
 from benchmarks.naive import NaiveRewardModel, padded
 from benchmarks.shapes import Pair, Workload, reward_model, training
 from vlmrm.batching import to_device
+from vlmrm.modeling.compiled import compile_blocks
 
 PAIRS = 16
 COMPANIES = (1, 2, 8, 32)  # conversations of a batch
@@ -26,10 +27,11 @@ ORDERS = 2  # of the conversations, for each size of batch
 
 
 def noise(run: Run) -> None:
-    """Score 32 conversations of a 3B in batches of several sizes and orders: shared, padded, and in float32."""
+    """Score 32 conversations of a 3B in several batches and orders: shared, padded, compiled, and in float32."""
     scores = Scores(run)
     run.attempt("shared", partial(scores.rows, "shared"))
     run.attempt("padded", partial(scores.rows, "padded"))
+    run.attempt("compiled", partial(scores.rows, "compiled"))
 
 
 class Scores:
@@ -67,7 +69,9 @@ class Scores:
         work = self.prepare()
         assert self._exact is not None
         model, batcher = self._model
-        scorer = (model, batcher) if way == "shared" else (NaiveRewardModel(model), None)
+        if way == "compiled":
+            compile_blocks(model, "aot_eager" if self.run.tiny else "inductor")
+        scorer = (NaiveRewardModel(model), None) if way == "padded" else (model, batcher)
         made = np.stack(
             [self.in_company(scorer, work.conversations, size, order) for size in COMPANIES for order in range(ORDERS)]
         )

@@ -17,7 +17,7 @@ from vlmrm.measures.plots import css_variables, drawing, save
 TITLE = "vlmrm on a GPU"
 # Figures have their colours as attributes of style.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-OWN_COLUMNS = (
+LEFT_OUT = (  # of a row's own columns
     "case",
     "measured",
     "unit",
@@ -29,7 +29,6 @@ OWN_COLUMNS = (
     "attempt_seconds",
     "failed",
 )
-LEFT_OUT = (*OWN_COLUMNS, "lacking")
 
 
 def write_page(results: Results, about: Mapping[str, str]) -> Path:

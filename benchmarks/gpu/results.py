@@ -27,13 +27,8 @@ class PartResult:
     running: str = ""
 
     def holds(self, attempt: str) -> bool:
-        """Return whether a case was measured, or has failed, before; not one that lacked something to run."""
-        return any(row["attempt"] == attempt and not row.get("lacking") for row in self.rows)
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing is left to measure here."""
-        return not self.cut and not any(row.get("lacking") for row in self.rows)
+        """Return whether a case was measured, has failed, or lacked something to run."""
+        return any(row["attempt"] == attempt for row in self.rows)
 
     def keep(self, attempt: str, rows: list[dict[str, Any]]) -> None:
         """Add the rows of a case, in place of former ones."""

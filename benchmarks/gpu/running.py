@@ -83,7 +83,7 @@ class Run:
             for line in measure():
                 rows.append(line)
         except Skipped as reason:
-            rows.append(unmeasured(case, str(reason), lacking=True))
+            rows.append(unmeasured(case, str(reason)))
         except torch.OutOfMemoryError:
             rows.append(unmeasured(case, "out of memory"))
         except (VlmrmError, Unequal) as error:
@@ -101,9 +101,9 @@ class Run:
             raise ContextLost(ContextLost.code)
 
 
-def unmeasured(case: str, status: str, *, failed: bool = False, lacking: bool = False) -> Row:
-    """Return the row of a case without a figure, because it `failed` or the machine is `lacking` something."""
-    return row(case, None, "") | {"status": status, "failed": failed, "lacking": lacking}
+def unmeasured(case: str, status: str, *, failed: bool = False) -> Row:
+    """Return the row of a case without a figure, because it `failed` or the machine lacks something."""
+    return row(case, None, "") | {"status": status, "failed": failed}
 
 
 def needed(*packages: str) -> None:

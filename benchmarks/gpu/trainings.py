@@ -17,35 +17,45 @@ from benchmarks import runs
 from benchmarks.gpu.models import checkpoint
 from benchmarks.gpu.running import Run, needed
 from benchmarks.harness import Row, row
-from benchmarks.shapes import LARGEST_SIDE
 from vlmrm.training import train
 from vlmrm.training.trainer import ComparisonTrainer
 
-BATCH, STEPS = 4, 10
-FIRST = 2  # steps that are not timed: they make what the others find
-CASES: dict[str, dict[str, Any]] = {
-    "lora": {"use_peft": True},
-    "qlora": {"use_peft": True, "load_in_4bit": True},
-    "full, adamw_torch_fused": {"optim": "adamw_torch_fused"},
-    "full, adamw_bnb_8bit": {"optim": "adamw_bnb_8bit"},
-    "full, paged_adamw_8bit": {"optim": "paged_adamw_8bit"},
+STEPS = 10
+FIRST = 3  # steps that are not timed: they make what the others find
+LORA: dict[str, Any] = {"use_peft": True}
+FULL: dict[str, Any] = {"optim": "adamw_torch_fused"}
+EAGER: dict[str, Any] = {"torch_compile": False}
+SMALL, LARGE = 448, 896  # pixels of a side: images of 256 and of 1,024 tokens
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # pairs of a step, pixels, keys
+    "lora, 4 pairs of 1,024": (4, LARGE, LORA),
+    "lora, 16 pairs of 1,024": (16, LARGE, LORA),
+    "lora, 4 pairs of 256": (4, SMALL, LORA),
+    "lora, 32 pairs of 256": (32, SMALL, LORA),
+    "lora, 4 pairs of 1,024, eager": (4, LARGE, LORA | EAGER),
+    "full, 16 pairs of 1,024, eager": (16, LARGE, FULL | EAGER),
+    "full, 16 pairs of 1,024": (16, LARGE, FULL),
+    "full, 4 pairs of 1,024": (4, LARGE, FULL),
+    "qlora, 4 pairs of 256": (4, SMALL, LORA | {"load_in_4bit": True}),
+    "full, adamw_bnb_8bit": (4, SMALL, {"optim": "adamw_bnb_8bit"}),
+    "full, paged_adamw_8bit": (4, SMALL, {"optim": "paged_adamw_8bit"}),
 }
 
 
 def training(run: Run) -> None:
-    """Train for ten steps of four pairs in each of the ways, without saving."""
-    for case, keys in CASES.items():
-        run.attempt(case, partial(rows, run, case, keys))
+    """Train for ten steps in each of the ways, without saving."""
+    for case, (pairs, side, keys) in CASES.items():
+        run.attempt(case, partial(rows, run, case, pairs, side, keys))
 
 
-def rows(run: Run, case: str, keys: dict[str, Any]) -> Iterator[Row]:
-    """Yield the seconds of a step of a training, and its memory."""
+def rows(run: Run, case: str, pairs: int, side: int, keys: dict[str, Any]) -> Iterator[Row]:
+    """Yield the seconds of a step of a training, its memory, and the MFU that it logs."""
     if "load_in_4bit" in keys or "8bit" in keys.get("optim", ""):
         needed("bitsandbytes")
     base = checkpoint(run.scratch, "3b", run.device, run.tiny)
-    data = pictures(run.scratch, BATCH * STEPS)
-    options = {"per_device_train_batch_size": BATCH, "max_steps": 3 if run.tiny else STEPS, "logging_steps": 1}
-    options |= {"max_pixels": LARGEST_SIDE**2, "gradient_checkpointing": True, "attn_implementation": "auto"}
+    pairs, side = (2, SMALL) if run.tiny else (pairs, side)
+    data = pictures(run.scratch, pairs * STEPS, (side, side))
+    options = {"per_device_train_batch_size": pairs, "max_steps": 3 if run.tiny else STEPS, "logging_steps": 1}
+    options |= {"max_pixels": side**2, "gradient_checkpointing": True, "attn_implementation": "auto"}
     options |= {"use_cpu": not run.cuda, "bf16": run.cuda, "dataloader_num_workers": 0 if run.tiny else 4}
     ends: list[float] = []
 
@@ -58,6 +68,8 @@ def rows(run: Run, case: str, keys: dict[str, Any]) -> Iterator[Row]:
 
     def count(trainer: ComparisonTrainer, folder: Path) -> None:
         counted.update(counts(trainer.model))
+        logged = [line["mfu"] for line in trainer.state.log_history if "mfu" in line][FIRST:]
+        counted["logged_mfu"] = statistics.median(logged) if logged else None
 
     hook = register_optimizer_step_post_hook(ended)
     try:
@@ -69,7 +81,7 @@ def rows(run: Run, case: str, keys: dict[str, Any]) -> Iterator[Row]:
     peak = torch.cuda.max_memory_allocated() / 2**30 if run.cuda else None
     first = 1 if run.tiny else FIRST
     seconds = [later - earlier for earlier, later in zip(ends[first - 1 :], ends[first:], strict=False)]
-    line = row(case, statistics.median(seconds), "s a step", pairs_per_second=BATCH / statistics.median(seconds))
+    line = row(case, statistics.median(seconds), "s a step", pairs_per_second=pairs / statistics.median(seconds))
     yield line | {"lowest": min(seconds), "highest": max(seconds), "peak_gib": peak} | counted
 
 
@@ -86,8 +98,8 @@ def counts(model: Any) -> dict[str, Any]:
     }
 
 
-def pictures(scratch: Path, count: int) -> Path:
+def pictures(scratch: Path, count: int, size: tuple[int, int] = (640, 480)) -> Path:
     """Return a file of preference pairs about pictures, written on first use."""
-    folder = scratch / f"pairs-{count}"
+    folder = scratch / f"pairs-{count}-{size[0]}"
     path = folder / "pairs.jsonl"
-    return path if path.is_file() else runs.picture_pairs(folder, count, pictures=count)
+    return path if path.is_file() else runs.picture_pairs(folder, count, pictures=count, size=size)

@@ -7,7 +7,6 @@ import inspect
 import io
 import json
 import pickle
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import ClassVar
@@ -583,31 +582,6 @@ def test_flow_factory_s_policy_is_used(tiny_reward_model, caplog):
     assert whole == near(picture_scores(tiny_reward_model)[0]) and broken == also == -9.0
     [line] = [line for line in caplog.messages if "fallback_reward" in line]
     assert "reward people: sample 1: " in line and "2 of 3 samples" in line
-
-
-def test_installed_flow_factory_supplies_the_base_classes(tiny_reward_model, tmp_path, monkeypatch):
-    (tmp_path / "flow_factory").mkdir()
-    (tmp_path / "flow_factory" / "__init__.py").touch()
-    (tmp_path / "flow_factory" / "rewards.py").write_text(
-        "class Base:\n"
-        "    def __init__(self, config, accelerator):\n"
-        "        self.config, self.accelerator, self.model = config, accelerator, None\n"
-        "class PointwiseRewardModel(Base): pass\n"
-        "class GroupwiseRewardModel(Base): pass\n"
-        "class RewardModelOutput:\n"
-        "    def __init__(self, rewards, extra_info=None): self.rewards = rewards\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    module = import_file(ADAPTERS / "flow_factory_reward.py", "flow_factory_adapter")
-    theirs = sys.modules["flow_factory.rewards"]
-    for name in ("flow_factory", "flow_factory.rewards"):
-        monkeypatch.delitem(sys.modules, name)
-
-    reward = module.PointwiseReward(arguments(tiny_reward_model), SimpleNamespace(device="cpu"))
-    output = reward(prompt=["A red square"] * 2, image=IMAGES[1:3])
-
-    assert isinstance(reward, theirs.PointwiseRewardModel) and isinstance(output, theirs.RewardModelOutput)
-    assert output.rewards == near(picture_scores(tiny_reward_model))
 
 
 # What they share -----------------------------------------------------------------------------------------------------

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub import constants
 from peft import get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 
 from tests.modeling.samples import save_adapter, scores
@@ -25,6 +28,7 @@ from vlmrm.modeling import (
     merge,
     verify_complete,
 )
+from vlmrm.training.trainer import adapt
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +155,25 @@ def test_a_hub_base_opens_at_the_training_revision(train_here, tmp_path, monkeyp
     (kept / "refs" / "v2").write_text("c0ffee")
     with pytest.raises(CheckpointError, match="was trained on other weights than those of org/name"):
         load_checkpoint(trained)
+
+
+def test_adapters_need_no_float32_copy_of_inputs(tiny_checkpoint):
+    base = load_for_training(tiny_checkpoint, dtype=torch.bfloat16)
+    args: Any = SimpleNamespace(deepspeed_plugin=None, deepspeed=None, bf16=True, fp16=False)
+    model, _ = adapt(base, lora_config(ModelArguments(use_peft=True), base), args)
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+    def step() -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=torch.arange(2, 40)[None]).logits.square().sum()
+        return [loss, *torch.autograd.grad(loss, [weight for weight in model.parameters() if weight.requires_grad])]
+
+    ours = step()
+    for layer in layers:
+        assert not layer.cast_input_dtype_enabled
+        layer.cast_input_dtype_enabled = True
+
+    assert layers and all(map(torch.equal, ours, step()))
 
 
 def test_merging_overwrites_nothing_and_needs_an_adapter(adapter, tiny_reward_model, tmp_path):

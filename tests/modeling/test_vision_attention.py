@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import Glm46VConfig, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
 
@@ -186,3 +188,21 @@ def test_nothing_that_changes_attention_is_dropped():
     for keywords in ({"softcap": 1.0}, {"sliding_window": 2}, {"is_causal": True}, {"cu_seq_lens_k": lengths.clone()}):
         with pytest.raises(ConfigError, match=next(iter(keywords)).replace("cu_seq_lens_k", "other lengths of keys")):
             by_segments(module, *states, None, **{**known, **keywords})
+
+
+def test_a_hopper_gpu_takes_flash_for_the_tower(monkeypatch):
+    chosen = []
+
+    def choose(query, key, value, cu_queries, cu_keys, longest, *_, window_size, **__):
+        chosen.append(varlen._select_backend(query, key, value, cu_queries, cu_queries, longest, list(window_size)))
+        return query
+
+    monkeypatch.setattr(varlen, "_should_use_cudnn", lambda index: True)
+    monkeypatch.setattr(varlen, "_cudnn_version_and_major_capability", lambda index: (92600, 9))
+    monkeypatch.setattr(kernels, "varlen_attn", choose)
+    with FakeTensorMode():
+        states = [torch.empty(256, 16, 80, device="cuda", dtype=torch.bfloat16)] * 3
+        lengths = torch.empty(5, device="cuda", dtype=torch.int32)
+        kernels.attend_varlen(kernels.TORCH, *states, lengths, lengths, 64, 64, scaling=None, causal=False)
+
+    assert chosen == [varlen._FLASH_ATTENTION_BACKEND]

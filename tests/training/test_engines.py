@@ -41,8 +41,7 @@ CHECKPOINTED = FSDP | {"fsdp_config": {"activation_checkpointing": True}}
 @pytest.mark.parametrize(
     ("keys", "keyword"),
     [
-        ({"torch_compile": True}, "torch_compile: a compiled model"),
-        ({"torch_compile_backend": "inductor"}, "torch_compile_backend: a compiled model"),
+        ({"torch_compile_backend": "inductor"}, "torch_compile_backend: blocks are compiled by inductor"),
         ({"use_liger_kernel": True}, "use_liger_kernel: liger-kernel"),
         ({"activation_offloading": True}, "activation_offloading moves activations to the CPU"),
         ({"activation_checkpointing_kwargs": {"offload": True}}, "offload moves activations to the CPU"),

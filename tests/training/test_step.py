@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from accelerate import Accelerator
 
+from benchmarks import flops
+from benchmarks.shapes import Pair, configuration, reward_model, training
 from tests.runs import colour_lists
 from vlmrm.training import step
+from vlmrm.training.utilisation import Operations
 
 
 def test_figures_count_pairs_that_people_judged():
@@ -17,6 +21,7 @@ def test_figures_count_pairs_that_people_judged():
     figures = step.StepFigures()
     part: dict = {"pairs": pairs, "rows": {"branches": torch.tensor([3])}}
     figures.add(torch.tensor([3.0, 1.0, 2.0, 0.0]), part, {}, torch.tensor(0.0))
+    figures.read()
     logged = figures.flush(Accelerator(cpu=True))
     assert (logged["accuracy"], logged["margin"], logged["irrelevant_margin"]) == (0.5, 0.5, -3.0)
     assert (logged["mean_reward"], logged["min_reward"], logged["max_reward"]) == (2.0, 1.0, 3.0)
@@ -42,3 +47,30 @@ def test_dropout_is_drawn_again_under_autocast_and_checkpointing(train_here, tmp
     train_here(colour_lists(tmp_path / "data", 6), max_tokens_per_batch=1, **keys)
     assert len(torch.cat(ahead)) > 8
     assert torch.equal(torch.cat(ahead), torch.cat(behind))
+
+
+def test_every_module_trains_also_under_adapters(train_here, tmp_path, monkeypatch):
+    modes, forward = [], step.TrainingStep._run
+
+    def record(self, model, *args, **keys):
+        modes.append(all(module.training for module in model.modules()))
+        return forward(self, model, *args, **keys)
+
+    monkeypatch.setattr(step.TrainingStep, "_run", record)
+    train_here(colour_lists(tmp_path / "data", 6), use_peft=True, max_steps=2)
+    assert modes and all(modes)
+
+
+def test_a_step_s_operations_follow_from_shapes():
+    config = configuration("h256")
+    model, batcher = reward_model(config)
+    model.language_model.requires_grad_(False)
+    inputs = batcher(training(config, [Pair(144, 20, 40, 60)] * 2, irrelevant=False).conversations)
+    operations = Operations(model.train())
+    operations.on = True
+
+    model(**inputs)
+
+    tower = sum(flops.vision(config, grid) for grid in inputs["media"]["image"]["tensors"]["image_grid_thw"].tolist())
+    text = flops.of_shared(config, inputs).body - tower
+    assert operations.done == pytest.approx(3 * tower + 2 * text, rel=0.1)  # without the merger

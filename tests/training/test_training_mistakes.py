@@ -147,7 +147,7 @@ MISTAKES = [
     Mistake("evaluation without data", "give eval_dataset_path or eval_fraction", EVAL),
     Mistake("two kinds of evaluation data", "remove one of them", {"eval_dataset_path": "DATA", **HALF}),
     Mistake("TRL's length", "write max_seq_length", {"max_length": 100}),
-    Mistake("torch.compile", "torch_compile: a compiled model", {"torch_compile": True}),
+    Mistake("a way to compile", "write torch_compile: true", {"torch_compile_mode": "max-autotune"}),
     Mistake("label smoothing", "label_smoothing_factor changes nothing", {"label_smoothing_factor": 0.1}),
     Mistake("revision of a folder", "model_revision is for the hub", {"model_revision": "v2"}),
     Mistake("mistyped tracker", "report_to names wanbd", {"report_to": "wanbd"}),

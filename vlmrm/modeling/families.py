@@ -43,6 +43,7 @@ class Family:
     in_place: bool = False
     videos_as_images: bool = False  # one pass of the tower takes images and videos, both patches with a grid
     trains_all: bool = False  # a batch with an image gives every weight a gradient, so that DDP need not search
+    compiled: bool = False  # a GPU has shown that its blocks are faster compiled, and as exact
     padded: str | None = None  # why it cannot share prefixes; None where it can
     refused: str | None = None  # why it cannot be a reward model at all; None where it can
     tested: bool = True  # its shared batches are proved exact by the tests. Others prove it when they are loaded
@@ -140,7 +141,13 @@ FAMILIES = (
     Family("Qianfan-OCR", ["qianfan_ocr"]),
     Family("Qwen2-VL", ["qwen2_vl"], trains_all=True, videos_as_images=True, host_layout=True, in_place=True),
     Family(
-        "Qwen2.5-VL, MiMo-VL", ["qwen2_5_vl"], trains_all=True, videos_as_images=True, host_layout=True, in_place=True
+        "Qwen2.5-VL, MiMo-VL",
+        ["qwen2_5_vl"],
+        trains_all=True,
+        videos_as_images=True,
+        host_layout=True,
+        in_place=True,
+        compiled=True,
     ),
     Family("Qwen2.5-Omni, its thinker", ["qwen2_5_omni_thinker"], host_layout=True),
     Family("Qwen3-VL", ["qwen3_vl"], trains_all=True, videos_as_images=True, host_layout=True),

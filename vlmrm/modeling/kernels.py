@@ -15,6 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import dropout as drop
@@ -295,7 +296,8 @@ def attend_varlen(
     # The GPU benchmark also runs beside torch 2.11, which has no such keyword and groups heads unasked.
     asked = "enable_gqa" in _parameters(varlen_attn)
     grouped: dict[str, Any] = {"enable_gqa": key.shape[1] != query.shape[1]} if asked else {}
-    output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=sides, **grouped)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # not cuDNN, which plans anew for each number of tokens
+        output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=sides, **grouped)
     assert isinstance(output, torch.Tensor)
     return output
 

@@ -363,7 +363,7 @@ def fork_states(model: PreTrainedModel) -> list[str]:
             f"batching: shared does not know the state layers {', '.join(unknown)}: write batching: reference."
         )
     decoder = model.get_decoder()
-    classes = {type(module) for module in decoder.modules() if _is_known(type(module))}
+    classes = {type(module) for module in decoder.modules() if is_state_layer(type(module))}
     for layer_class in classes:
         namespace = inspect.unwrap(layer_class.forward).__globals__
         for name in _names(layer_class) & TREES.keys():
@@ -381,11 +381,11 @@ def unknown_state_layers(model: PreTrainedModel) -> list[str]:
     """Return the sorted names of the language model's state layers that `fork_states` does not know."""
     decoder = model.get_decoder()
     classes = {type(module) for module in decoder.modules()}
-    unknown = {c.__name__ for c in classes if any(map(STATE.search, _names(c))) and not _is_known(c)}
+    unknown = {c.__name__ for c in classes if any(map(STATE.search, _names(c))) and not is_state_layer(c)}
     # A second look: a layer may keep its state under names of its own.
     kinds, layers = getattr(decoder.config, "layer_types", None) or (), getattr(decoder, "layers", ())
     for kind, layer in zip(kinds, layers, strict=False):
-        if kind in STATE_LAYER_TYPES and not any(_is_known(type(module)) for module in layer.modules()):
+        if kind in STATE_LAYER_TYPES and not any(is_state_layer(type(module)) for module in layer.modules()):
             unknown.add(f"{type(layer).__name__} ({kind})")
     return sorted(unknown)
 
@@ -409,7 +409,7 @@ def _names(layer_class: type[nn.Module]) -> set[str]:
     return {name for method in methods for name in method.__code__.co_names}
 
 
-def _is_known(layer_class: type[nn.Module]) -> bool:
+def is_state_layer(layer_class: type[nn.Module]) -> bool:
     """Return whether a layer keeps all of its state in functions that are replaced, and hands its keywords to them."""
     names = _names(layer_class)
     return (

@@ -69,6 +69,10 @@ class RewardTrainingArguments(trl.RewardConfig):
         "Largest share of rows that may be left out (`overlong`, `bad_rows: skip`): a sample of the rows is read "
         "before the training, which does not start if more of them are.",
     )
+    torch_compile: bool | None = key(  # ty: ignore[incompatible-attribute-override]
+        None,
+        "Compile each block of a model around its attention. Default: in bfloat16 on one GPU, where it was measured.",
+    )
     # TRL's text-only key; conversations are measured by max_seq_length (DataArguments).
     max_length: int | None = key(None, "Not used: see max_seq_length.")
     remove_unused_columns: bool = key(False, "Not used: rows are comparisons, not columns.")
@@ -132,6 +136,7 @@ class RewardTrainingArguments(trl.RewardConfig):
             raise ConfigError("fp16 needs a GPU: remove it, or write bf16: true on a CPU that has bfloat16.")
         read_engines(self)
         check_environment(self)
+        compiled, self.torch_compile = self.torch_compile, False  # HF would compile the model as a whole
         try:
             with warnings.catch_warnings():
                 # TRL's defaults set the older name, which configurations use too.
@@ -141,6 +146,7 @@ class RewardTrainingArguments(trl.RewardConfig):
             raise ConfigError(
                 f"the processes of this training cannot meet: {first_line(error).rstrip('.')}."
             ) from error
+        self.torch_compile = compiled
         check_engine_files(self)
         check_checkpointing(self)
         # Every rank reads its own batches: handed out by the first, they would be cut along the wrong dimension.

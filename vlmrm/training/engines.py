@@ -28,6 +28,7 @@ from vlmrm.settings import did_you_mean
 
 if TYPE_CHECKING:
     from vlmrm.modeling.arguments import ModelArguments
+    from vlmrm.modeling.families import Family
     from vlmrm.modeling.reward_model import RewardModel
     from vlmrm.training.arguments import RewardTrainingArguments
 
@@ -46,14 +47,13 @@ PIECES = (
     "packed rows are not split along the sequence: for long videos set max_tokens_per_batch or a lower "
     "video_max_frames, and share out the weights with deepspeed: zero3.json or fsdp: true"
 )
-COMPILED = "a compiled model does not outlast a batch, whose layout is no tensor: remove it"
+COMPILED = "blocks are compiled by inductor, with sizes that vary: write torch_compile: true instead"
 # Keys of transformers that would change the forward, and why they are refused.
 UNSUPPORTED = {
-    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), COMPILED),
+    **dict.fromkeys(("torch_compile_backend", "torch_compile_mode"), COMPILED),
     **dict.fromkeys(
         ("use_liger_kernel", "liger_kernel_config"),
-        "liger-kernel, 0.8.5 the newest, does not import its kernels for these models against transformers 5.23, and "
-        "patches generative models alone: remove it",
+        "liger-kernel patches generative models alone, and torch_compile: true fuses more: remove it",
     ),
     "parallelism_config": PIECES,
 }
@@ -156,6 +156,14 @@ def check_checkpointing(args: RewardTrainingArguments) -> None:
         raise ConfigError("activation_offloading and offload of activation_checkpointing_kwargs: remove one.")
 
 
+def compiles(model: ModelArguments, args: RewardTrainingArguments, family: Family) -> bool:
+    """Return whether the blocks of the model are compiled: as `torch_compile` says, else where it was measured."""
+    if args.torch_compile is not None:
+        return args.torch_compile
+    usual = args.bf16 and args.world_size == 1 and engine_of(args) == "DDP" and not model.load_in_4bit
+    return bool(usual and args.device.type == "cuda" and family.compiled)
+
+
 def reads_weights_once(args: RewardTrainingArguments) -> bool:
     """Return whether the first process of a machine alone reads the weights."""
     return bool(args.fsdp) and _is_on(args.fsdp_config, "cpu_ram_efficient_loading")
@@ -210,6 +218,7 @@ def check_combination(model: ModelArguments, args: RewardTrainingArguments) -> N
         ("load_in_4bit", model.load_in_4bit, ENGINES[3:], f"weights of 4 bits cannot be shared out: {zero2}"),
         ("activation_offloading", args.activation_offloading, ENGINES[1:], offload),
         ("fp16", args.fp16, ENGINES[4:], "write bf16: true"),
+        ("torch_compile", args.torch_compile, ENGINES[3:], "remove it"),
     ]
     for part, used, engines, instead in refused:
         if used and engine in engines:

@@ -46,7 +46,7 @@ from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
 from vlmrm.training.checks import CHECKS, check_disk, check_gpus, checkpoint_bytes
-from vlmrm.training.engines import reads_weights_once
+from vlmrm.training.engines import compiles, reads_weights_once
 from vlmrm.training.folder import (
     SETTINGS,
     check_base,
@@ -150,6 +150,7 @@ class Run:
         if not keys.check_sight:
             logger.warning("check_sight: false: nothing checks that %s sees images", keys.model_name_or_path)
         trainer.prove_sight = self._prove_sight if keys.check_sight else None
+        trainer.compiles = compiles(keys, args, model.family)
         if keys.vision_cache_dir is not None:  # adapters have frozen the model by now
             model.use_vision_cache(keys.vision_cache_dir, keys.vision_cache_gb)
             # No optimizer misses a frozen tower; but under ZeRO-3 ranks gather its weights together or not at all.

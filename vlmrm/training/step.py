@@ -26,6 +26,7 @@ from vlmrm.errors import ConfigError, TrainingError
 from vlmrm.modeling.experts import Routers, balance_loss, find_routers
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.losses import PreferenceLoss
+from vlmrm.training.utilisation import Operations, data_sheet_rate
 
 Inputs = Mapping[str, Any]
 Score = Callable[[Inputs], torch.Tensor]  # of a forward [N]
@@ -61,6 +62,7 @@ class TrainingStep:
         self.args, self.accelerator = args, accelerator
         self.autocast, self.prepare, self.collator = autocast, prepare, collator
         self.figures = StepFigures()
+        self.operations = Operations(model) if data_sheet_rate(args.device) else None
         self.last_inputs: Inputs | None = None  # of the last forward, to score again before a save
         self._loss_function = PreferenceLoss(
             args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient, args.pair_loss
@@ -80,13 +82,16 @@ class TrainingStep:
         # Each forward waits for all ranks, so ranks with fewer run empty ones.
         ahead, behind = self.missing(parts)  # forwards ahead of the passes, without a graph, and the passes' own
         empty = [self.collator.empty_part() for _ in range(max(ahead, behind))]
-        loss, score = partial(self._loss, totals=totals, number=number), partial(self._score, model)
+        loss, score = partial(self._loss, totals=totals), partial(self._score, model)
         every = [*parts, *empty[:behind]]
         passes = [each for part in every for each in passes_of(part, loss, score, self.args.device)]
         for part in empty[:ahead]:
             score(part["inputs"][0])
         losses = [self._run(model, each, totals, last=each is passes[-1]) for each in passes]
         self.last_inputs = passes[-1].inputs
+        for value in self.figures.read():
+            if not math.isfinite(value):
+                raise not_finite(f"the loss is {value} at step {number}", self.args)
         return torch.stack(losses).sum()
 
     def _run(self, model: nn.Module, each: Pass, totals: torch.Tensor, last: bool) -> torch.Tensor:
@@ -94,14 +99,14 @@ class TrainingStep:
         state, inputs = each.random_state, self.prepare(each.inputs)
         with self._reducing(model, last), state.again() if state else nullcontext():
             with self.autocast():
-                with self._routers.watching(inputs) as decisions:
+                with self._routers.watching(inputs) as decisions, self._counted():
                     scores = model(**inputs).logits.squeeze(-1)
                 loss = each.loss(scores)
                 if coefficient := self.args.router_aux_loss_coef:
                     # A mean over the step's forwards, each with the weight of its pairs.
                     total = totals.sum().clamp_min(torch.finfo(torch.float32).tiny)
                     balance = coefficient * each.weight.to(total.device) / total * balance_loss(decisions)
-                    self.figures.sums["loss_router"] += balance.item()
+                    self.figures.balance.append(balance.detach())
                     loss = loss + balance
             # Each rank's loss is its share of the step's mean, to be summed, but DDP averages gradients over ranks.
             loss = loss * self.accelerator.num_processes
@@ -110,19 +115,28 @@ class TrainingStep:
             self.accelerator.backward(loss, **({"scale_wrt_gas": False} if is_deepspeed else {}))
         return loss.detach()
 
+    @contextmanager
+    def _counted(self) -> Generator[None]:
+        """Add the operations of a forward, and of its backward, to the log's figures where the device is known."""
+        if self.operations is None:
+            yield
+            return
+        self.operations.on, self.operations.done = True, 0.0
+        yield
+        self.operations.on = False
+        self.figures.sums["operations"] += self.operations.done
+
     @torch.no_grad()
     def _score(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         with self.autocast():
             return model(**self.prepare(inputs)).logits.squeeze(-1)
 
-    def _loss(self, scores: torch.Tensor, part: Part, totals: torch.Tensor, number: int) -> torch.Tensor:
-        """Return the loss of a part's scores, checked and added to the log's figures."""
+    def _loss(self, scores: torch.Tensor, part: Part, totals: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a part's scores, added to the log's figures."""
         part = {**part, "pairs": to_device(part["pairs"], scores.device)}
         terms = self._loss_function(scores, part["pairs"], totals)
         loss = torch.stack(list(terms.values())).sum()
-        value = self.figures.add(scores.detach(), part, terms, loss)
-        if not math.isfinite(value):
-            raise not_finite(f"the loss is {value} at step {number}", self.args)
+        self.figures.add(scores.detach(), part, terms, loss)
         return loss
 
     def missing(self, parts: Sequence[Part]) -> tuple[int, int]:
@@ -220,7 +234,7 @@ class RandomState:
 # Names are TRL's where TRL has one.
 SUMMED = (
     *("pairs", "correct", "margin", "rewards", "reward", "irrelevant_pairs", "irrelevant_margin"),
-    *("loss_preference", "loss_irrelevant", "loss_center", "loss_router", "dropped_rows"),
+    *("loss_preference", "loss_irrelevant", "loss_center", "loss_router", "dropped_rows", "operations"),
 )
 
 
@@ -235,6 +249,8 @@ class StepFigures:
         self.lowest, self.highest = math.inf, -math.inf
         self.steps = self.tokens = self.pairs = 0
         self.waited = 0.0  # seconds spent waiting for batches
+        self.unread: list[torch.Tensor] = []  # of the parts of this step, on the device
+        self.balance: list[torch.Tensor] = []  # losses of routers, likewise
         self.since = time.perf_counter()
 
     def start_step(self, tokens: int, pairs: int) -> None:
@@ -243,14 +259,14 @@ class StepFigures:
         self.tokens += tokens
         self.pairs += pairs
 
-    def add(self, scores: torch.Tensor, part: Part, terms: Mapping[str, torch.Tensor], loss: torch.Tensor) -> float:
-        """Add the scores[B] of one part of a batch and the terms of its loss; return the loss."""
+    def add(self, scores: torch.Tensor, part: Part, terms: Mapping[str, torch.Tensor], loss: torch.Tensor) -> None:
+        """Keep the figures of the scores[B] of one part of a batch and of the terms of its loss, for `read`."""
         scores, pairs = scores.float(), part["pairs"]
         difference = scores[pairs["chosen"]] - scores[pairs["rejected"]]
         irrelevant = pairs["irrelevant"]
         judged = ~(irrelevant | pairs["tie"] | pairs["outvoted"])
         own = torch.arange(len(scores), device=scores.device) < part["rows"]["branches"].sum()
-        sums = {
+        sums = dict.fromkeys(SUMMED, torch.zeros((), device=scores.device)) | {
             "pairs": judged.sum(),
             "rewards": own.sum(),
             "irrelevant_pairs": irrelevant.sum(),
@@ -261,13 +277,20 @@ class StepFigures:
             **{f"loss_{name}": term for name, term in terms.items()},
         }
         extremes = [torch.where(own, scores, math.inf).min(), torch.where(own, scores, -math.inf).max()]
-        # One transfer from the device for all of them: here the host waits for what the pass has computed.
-        values = torch.stack([value.detach().float() for value in (*sums.values(), *extremes, loss)]).tolist()
-        for name, value in zip(sums, values, strict=False):
-            self.sums[name] += value
-        *_, lowest, highest, value = values
-        self.lowest, self.highest = min(self.lowest, lowest), max(self.highest, highest)
-        return value
+        figures = [value.detach().float() for value in (*sums.values(), *extremes, loss)]
+        self.unread.append(torch.stack(figures))
+
+    def read(self) -> list[float]:
+        """Add up what was kept, and return the losses of the parts: here the host waits for the device."""
+        losses = []
+        for *sums, lowest, highest, loss in torch.stack(self.unread).tolist() if self.unread else ():
+            for name, value in zip(SUMMED, sums, strict=True):
+                self.sums[name] += value
+            self.lowest, self.highest = min(self.lowest, lowest), max(self.highest, highest)
+            losses.append(loss)
+        self.sums["loss_router"] += sum(value.item() for value in self.balance)
+        self.unread, self.balance = [], []
+        return losses
 
     def flush(self, accelerator) -> dict[str, float]:
         """Return means over the steps since the last call and over all ranks. Every rank must call it."""
@@ -286,6 +309,8 @@ class StepFigures:
             "data_wait": self.waited / seconds,
             "dropped_rows": total["dropped_rows"],
         }
+        if (rate := data_sheet_rate(accelerator.device)) is not None:
+            figures["mfu"] = total["operations"] / seconds / rate / accelerator.num_processes
         # Each rank has its share of a step's mean loss, so the shares add up.
         if total["irrelevant_pairs"] or total["loss_center"] or total["loss_router"]:
             parts = [name for name in SUMMED if name.startswith("loss_") and (total[name] or name != "loss_router")]

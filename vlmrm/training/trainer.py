@@ -9,6 +9,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -115,6 +116,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         self.save_extras = save_extras
         self.row_tally = RowTally()
         self.prove_sight: Callable[[], None] | None = None
+        self.compiles = False  # blocks of the model, once it has proved sight
         self.rates: dict[str, float] = {}  # of the last step, by key
         self._evaluated: list[ScoredRow] = []
 
@@ -174,15 +176,16 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             totals[2:4] += torch.tensor([batch["counts"]["tokens"], batch["counts"]["pairs"]])
             totals[5] += len(batch["dropped"])
             self._report_dropped(batch["dropped"])
-        # float32 for accelerators without float64; exact for whole numbers below 2²⁴.
-        totals = self.accelerator.reduce(totals.float().to(device), "sum")
+        totals = totals.float()  # for accelerators without float64; exact for whole numbers below 2²⁴
+        if self.accelerator.num_processes > 1:  # alone, the host need not wait for the device
+            totals = self.accelerator.reduce(totals.to(device), "sum")
         preference, irrelevant, *counts = totals.tolist()
         tokens, pairs, rows, dropped, uncut, cut = map(int, counts)
         self.state.num_input_tokens_seen += tokens
         self.step.figures.start_step(tokens=tokens, pairs=pairs)
         log_cut(uncut, cut, self.collator.max_tokens_per_batch, trained=True)
         self.row_tally.add(rows=rows, dropped=dropped, weight=preference + irrelevant)
-        return totals[:2]
+        return totals[:2].to(device)
 
     def _report_dropped(self, dropped: list[tuple[int, RowError]]) -> None:
         if not dropped:
@@ -213,7 +216,8 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        model.train()
+        if not self.reward_model.training:  # a walk through all modules, while the device waits
+            model.train()
         optimizer: Any = self.optimizer
         if callable(getattr(optimizer, "train", None)):
             optimizer.train()  # a schedule-free one has other weights for evaluation
@@ -229,8 +233,11 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Estimate a batch's FLOPs: 6 per parameter and token, forward and backward (Kaplan et al. 2020, §2.1)."""
-        model = cast(PreTrainedModel, self.model)
-        return 6 * inputs["counts"]["tokens"] * model.num_parameters(exclude_embeddings=True)
+        return 6 * inputs["counts"]["tokens"] * self._weights
+
+    @cached_property
+    def _weights(self) -> int:
+        return cast(PreTrainedModel, self.model).num_parameters(exclude_embeddings=True)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
@@ -332,6 +339,10 @@ class BetweenSteps(TrainerCallback):
             self._keep_rates(args, kwargs["lr_scheduler"])
         if trainer.prove_sight is not None:  # DeepSpeed or FSDP has wrapped the model, and its weights are in place
             trainer.prove_sight()
+        if trainer.compiles:
+            from vlmrm.modeling.compiled import compile_blocks
+
+            compile_blocks(trainer.reward_model)
 
     def _keep_rates(self, args: RewardTrainingArguments, scheduler: Any) -> None:
         """Keep the learning rates of this run's keys: HF would go on with those of the checkpoint."""
@@ -383,6 +394,7 @@ def adapt(
     Half precision would lose the updates of weights that train in full beside the adapters.
     """
     from peft import get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     # ZeRO-3 gathers weights of one type at once.
     whole = args.deepspeed_plugin is None or args.deepspeed_plugin.zero_stage != 3
@@ -391,4 +403,7 @@ def adapt(
     if (args.bf16 or args.fp16) and not args.deepspeed:
         for weight in weights:
             weight.data = weight.data.float()
+        for module in adapted.modules():
+            if isinstance(module, BaseTunerLayer):
+                module.cast_input_dtype_enabled = False  # to float32, from where autocast casts back
     return adapted, {weight: weight.data for weight in weights}
