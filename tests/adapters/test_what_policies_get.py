@@ -92,14 +92,14 @@ def got(call: Any, answers: list[str]) -> str:
 def rows() -> list[tuple[str, str, str]]:
     """The table: failure, adapter and what the policy gets."""
     page = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
-    lines = page[page.index("| failure |") :].split("\n\n")[0].splitlines()
+    lines = page[page.index("| adapter | one") :].split("\n\n")[0].splitlines()
     header, _, *body = [line.strip("| ").split(" | ") for line in lines]
     return [
         (failure, adapter, cell)
-        for failures, *cells in body
-        for failure in failures.split(", ")
-        for adapters, cell in zip(header[1:], cells, strict=True)
+        for adapters, *cells in body
         for adapter in re.findall("`(.*?)`", adapters)
+        for failures, cell in zip(header[1:], cells, strict=True)
+        for failure in failures.split(", ")
     ]
 
 
