@@ -35,9 +35,9 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # pairs of a step, pixels
     "full, 16 pairs of 1,024, eager": (16, LARGE, FULL | EAGER),
     "full, 16 pairs of 1,024": (16, LARGE, FULL),
     "full, 4 pairs of 1,024": (4, LARGE, FULL),
-    "qlora, 4 pairs of 256": (4, SMALL, LORA | {"load_in_4bit": True}),
-    "full, adamw_bnb_8bit": (4, SMALL, {"optim": "adamw_bnb_8bit"}),
-    "full, paged_adamw_8bit": (4, SMALL, {"optim": "paged_adamw_8bit"}),
+    "qlora, 4 pairs of 256": (4, SMALL, LORA | EAGER | {"load_in_4bit": True}),
+    "full, adamw_bnb_8bit": (4, SMALL, EAGER | {"optim": "adamw_bnb_8bit"}),
+    "full, paged_adamw_8bit": (4, SMALL, EAGER | {"optim": "paged_adamw_8bit"}),
 }
 
 
@@ -56,7 +56,12 @@ def rows(run: Run, case: str, pairs: int, side: int, keys: dict[str, Any]) -> It
     data = pictures(run.scratch, pairs * STEPS, (side, side))
     options = {"per_device_train_batch_size": pairs, "max_steps": 3 if run.tiny else STEPS, "logging_steps": 1}
     options |= {"max_pixels": side**2, "gradient_checkpointing": True, "attn_implementation": "auto"}
-    options |= {"use_cpu": not run.cuda, "bf16": run.cuda, "dataloader_num_workers": 0 if run.tiny else 4}
+    options |= {
+        "torch_compile": run.cuda,
+        "use_cpu": not run.cuda,
+        "bf16": run.cuda,
+        "dataloader_num_workers": 0 if run.tiny else 4,
+    }
     ends: list[float] = []
 
     def ended(*_: Any) -> None:

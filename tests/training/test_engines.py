@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from accelerate import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -14,8 +17,10 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from tests.runs import ROOT, assert_equal_weights, colour_lists
 from vlmrm.config import parse
 from vlmrm.errors import ConfigError
+from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.modeling.families import BY_MODEL_TYPE
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.engines import engine_environment
+from vlmrm.training.engines import compiles, engine_environment
 
 
 @pytest.fixture
@@ -109,3 +114,15 @@ def test_a_run_restores_the_environment_it_sets(monkeypatch):
     with engine_environment():
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_DYNAMO_BACKEND": "inductor"}
     assert "ACCELERATE_USE_FSDP" not in os.environ and os.environ["ACCELERATE_DYNAMO_BACKEND"] == "no"
+
+
+def test_blocks_are_compiled_by_default_where_that_pays():
+    engine = {"bf16": True, "world_size": 1, "fsdp": None, "deepspeed": None, "device": torch.device("cuda")}
+    args: Any = SimpleNamespace(torch_compile=None, **engine)
+    model: Any = SimpleNamespace(
+        family=BY_MODEL_TYPE["qwen2_5_vl"], parameters=lambda: [torch.empty(2**31, device="meta")]
+    )
+    cases = {(False, 200): True, (False, 199): False, (True, 200): False}  # in 4 bits, steps
+    for (four_bits, steps), expected in cases.items():
+        keys = ModelArguments(load_in_4bit=four_bits, use_peft=True)
+        assert compiles(keys, args, model, steps) is expected

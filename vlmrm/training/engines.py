@@ -28,7 +28,6 @@ from vlmrm.settings import did_you_mean
 
 if TYPE_CHECKING:
     from vlmrm.modeling.arguments import ModelArguments
-    from vlmrm.modeling.families import Family
     from vlmrm.modeling.reward_model import RewardModel
     from vlmrm.training.arguments import RewardTrainingArguments
 
@@ -156,12 +155,16 @@ def check_checkpointing(args: RewardTrainingArguments) -> None:
         raise ConfigError("activation_offloading and offload of activation_checkpointing_kwargs: remove one.")
 
 
-def compiles(model: ModelArguments, args: RewardTrainingArguments, family: Family) -> bool:
-    """Return whether the blocks of the model are compiled: as `torch_compile` says, else where it was measured."""
+LARGE, LONG = 1e9, 200  # weights and steps that a minute or two of compiling is small beside
+
+
+def compiles(keys: ModelArguments, args: RewardTrainingArguments, model: RewardModel, steps: int) -> bool:
+    """Return whether blocks are compiled: as `torch_compile` says, else where it was measured, and pays in `steps`."""
     if args.torch_compile is not None:
         return args.torch_compile
-    usual = args.bf16 and args.world_size == 1 and engine_of(args) == "DDP" and not model.load_in_4bit
-    return bool(usual and args.device.type == "cuda" and family.compiled)
+    usual = args.bf16 and args.world_size == 1 and engine_of(args) == "DDP" and not keys.load_in_4bit
+    measured = usual and args.device.type == "cuda" and model.family.compiled
+    return bool(measured and steps >= LONG and sum(weight.numel() for weight in model.parameters()) > LARGE)
 
 
 def reads_weights_once(args: RewardTrainingArguments) -> bool:

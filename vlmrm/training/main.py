@@ -150,7 +150,7 @@ class Run:
         if not keys.check_sight:
             logger.warning("check_sight: false: nothing checks that %s sees images", keys.model_name_or_path)
         trainer.prove_sight = self._prove_sight if keys.check_sight else None
-        trainer.compiles = compiles(keys, args, model.family)
+        trainer.compiles = partial(compiles, keys, args, model)
         if keys.vision_cache_dir is not None:  # adapters have frozen the model by now
             model.use_vision_cache(keys.vision_cache_dir, keys.vision_cache_gb)
             # No optimizer misses a frozen tower; but under ZeRO-3 ranks gather its weights together or not at all.

@@ -116,7 +116,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         self.save_extras = save_extras
         self.row_tally = RowTally()
         self.prove_sight: Callable[[], None] | None = None
-        self.compiles = False  # blocks of the model, once it has proved sight
+        self.compiles: Callable[[int], bool] = lambda steps: False  # whether blocks are, once the model proved sight
         self.rates: dict[str, float] = {}  # of the last step, by key
         self._evaluated: list[ScoredRow] = []
 
@@ -339,7 +339,7 @@ class BetweenSteps(TrainerCallback):
             self._keep_rates(args, kwargs["lr_scheduler"])
         if trainer.prove_sight is not None:  # DeepSpeed or FSDP has wrapped the model, and its weights are in place
             trainer.prove_sight()
-        if trainer.compiles:
+        if trainer.compiles(state.max_steps - state.global_step):
             from vlmrm.modeling.compiled import compile_blocks
 
             compile_blocks(trainer.reward_model)
