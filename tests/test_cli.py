@@ -13,29 +13,12 @@ from vlmrm import cli
 HEAVY = "{'torch', 'transformers', 'trl', 'datasets', 'pandas', 'numpy', 'PIL', 'matplotlib'}"
 
 
-def test_help_imports_nothing_heavy_and_lists_every_verb():
-    program = f"""
-import sys
-from vlmrm import cli
-from vlmrm.errors import ConfigError
-try:
-    cli.app(["--help"])
-except SystemExit:
-    pass
-assert not {HEAVY} & set(sys.modules), {HEAVY} & set(sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    verbs = ["train", "eval", "report", "card", "score", "check-data", "rulers", "init-tiny", "merge", "export"]
-    assert [verb for verb in (*verbs, "frames", "demo") if f" {verb} " not in done.stdout] == []
-
-
 def test_help_and_typos_import_nothing_heavy():
     program = f"""
 import sys
 from vlmrm import cli
 from vlmrm.errors import ConfigError
-for words in ("train --help", "train --help-all", "eval --help", "check-data -h", "train --lerning_rate=1"):
+for words in ("--help", "train --help", "train --help-all", "eval --help", "check-data -h", "train --lerning_rate=1"):
     try:
         cli.run(lambda: cli.app(words.split()))
     except SystemExit as ended:
@@ -44,7 +27,21 @@ assert not {HEAVY} & set(sys.modules), {HEAVY} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    short, every, evaluation, checking = done.stdout.split("Usage: vlmrm ")[1:]
+    verbs, short, every, evaluation, checking = done.stdout.split("Usage: vlmrm ")[1:]
+    for verb in (
+        "train",
+        "eval",
+        "report",
+        "card",
+        "score",
+        "check-data",
+        "rulers",
+        "merge",
+        "export",
+        "frames",
+        "demo",
+    ):
+        assert f" {verb} " in verbs
     assert len(short.splitlines()) <= 110 and all(len(line) <= 120 for line in short.splitlines())
     for key in ("--model_name_or_path", "--lora_r [16]", "--output_dir", "--report_to"):
         assert key in short and key in every
