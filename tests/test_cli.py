@@ -28,19 +28,7 @@ assert not {HEAVY} & set(sys.modules), {HEAVY} & set(sys.modules)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     verbs, short, every, evaluation, checking = done.stdout.split("Usage: vlmrm ")[1:]
-    for verb in (
-        "train",
-        "eval",
-        "report",
-        "card",
-        "score",
-        "check-data",
-        "rulers",
-        "merge",
-        "export",
-        "frames",
-        "demo",
-    ):
+    for verb in ["train", "eval", "report", "card", "score", "check-data", "rulers", "export", "frames", "demo"]:
         assert f" {verb} " in verbs
     assert len(short.splitlines()) <= 110 and all(len(line) <= 120 for line in short.splitlines())
     for key in ("--model_name_or_path", "--lora_r [16]", "--output_dir", "--report_to"):
