@@ -89,6 +89,18 @@ def test_a_silent_server_is_waited_for_once(start):
     assert all("not asked, since" in reason for reason in outcome.failures["two"].values())
 
 
+def test_a_trained_model_that_falls_silent_is_down_soon(start, monkeypatch):
+    monkeypatch.setattr("vlmrm.rewards.built_in.vlm_reward.SILENCE", 0.5)
+    monkeypatch.setattr("vlmrm.rewards.servers.LONG", 0.4)
+    server = start()
+    settings = {"reward_model": "vlm_reward", "model_path": server.url, "on_failure": "mask", "timeout": 600.0}
+    rewards = RewardSet({"name": "it", **settings})
+    server.close()
+    with socket.create_server(("127.0.0.1", int(server.url.rpartition(":")[2])), backlog=512):
+        outcome = rewards(prompt=["a cat"] * 2, response=["one", "two"])
+    assert "has answered nothing for 0.5 s" in outcome.failures["it"][1]
+
+
 def test_a_service_that_falls_silent_costs_one_timeout(start, monkeypatch):
     monkeypatch.setattr("vlmrm.rewards.servers.LONG", 0.5)
     server = start(lambda *_: server.hold())

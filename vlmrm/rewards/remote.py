@@ -111,11 +111,11 @@ class RemoteGroupwiseRewardModel(_Remote, GroupwiseRewardModel):
 
 
 def connected(
-    config: RewardArguments, urls: Sequence[str], settings: ClientSettings, timeout: float, token: str | None = None
+    config: RewardArguments, urls: Sequence[str], settings: ClientSettings, timeout: float, **options: Any
 ) -> Endpoints:
     """Return the servers of a reward, one of which is ready; `timeout` is the default."""
     timeout = timeout if settings.timeout is None else settings.timeout
-    servers = Endpoints(urls, timeout, settings.retry_attempts, settings.patience, token)
+    servers = Endpoints(urls, timeout, settings.retry_attempts, settings.patience, **options)
     try:
         servers.wait_until_ready(settings.wait_seconds)
     except RewardError as error:
@@ -158,13 +158,11 @@ class Endpoints:
     """Replicas of one server: each request goes to the least busy one, and to the next where one fails.
 
     All of them are tried `attempts` times, after a wait that grows, or that a server asks for (`Retry-After`).
-    While none can be reached, that begins again for `patience` seconds.
+    While none can be reached, that begins again for `patience` seconds. `of_each` are options of `Endpoint`.
     """
 
-    def __init__(
-        self, urls: Sequence[str], timeout: float, attempts: int, patience: float = 0.0, token: str | None = None
-    ):
-        self.endpoints = [Endpoint(url, timeout, token) for url in urls]
+    def __init__(self, urls: Sequence[str], timeout: float, attempts: int, patience: float = 0.0, **of_each: Any):
+        self.endpoints = [Endpoint(url, timeout, **of_each) for url in urls]
         self.attempts, self.patience = attempts, patience
         self._calls = itertools.count(1)
 
@@ -230,11 +228,11 @@ class Endpoints:
 
 
 class Endpoint:
-    """One address of `Endpoints`."""
+    """One address of `Endpoints`; after `silence` seconds without any answer, /health included, it is down."""
 
-    def __init__(self, url: str, timeout: float, token: str | None = None):
+    def __init__(self, url: str, timeout: float, token: str | None = None, silence: float | None = None):
         self.server = Server(url, "server_url", token)
-        self.timeout = timeout
+        self.timeout, self.silence = timeout, silence
         self.busy = self.last_used = 0
         self.rests_until = -math.inf
 
@@ -245,20 +243,22 @@ class Endpoint:
     async def problem(self) -> str | None:
         """Return why the server cannot be used now; None where it can."""
         try:
-            status = (await self._health()).status_code
+            status = (await self._health(HEALTH_TIMEOUT)).status_code
         except RewardError as error:
             return str(error)
         return None if status < 400 else f"{self.server.name}/health answered {status}"
 
-    async def _health(self) -> Any:
-        return await self.server.call("GET", "/health", HEALTH_TIMEOUT, late=Unreachable)
+    async def _health(self, seconds: float) -> Any:
+        return await self.server.call("GET", "/health", seconds, late=Unreachable)
 
     async def post(self, path: str, content: Mapping[str, Any]) -> Any:
         """Return the JSON answer to a request; raises as `Server.call`, `read_json` and `CircuitBreaker.call` do."""
 
         async def send(probe: bool) -> Any:
             if probe:  # one that fell silent would take another call as long; that it is there, it says at once
-                await self._health()
-            return read_json(await self.server.call("POST", path, self.timeout, **content))
+                await self._health(HEALTH_TIMEOUT)
+            call = self.server.call("POST", path, self.timeout, **content)
+            known = origin_at(self.server.origin)
+            return read_json(await (known.watched(call, self._health, self.silence) if self.silence else call))
 
         return await self.circuit.call(send)

@@ -20,6 +20,7 @@ PROBES = 4  # failed ones after which the breaker opens
 FIRST_PAUSE = 0.5  # seconds before the first probe, twice as long before each further one: 7.5 s in all
 COOL_DOWN = 30.0  # seconds for which an open breaker refuses calls
 LONG = 8.0  # seconds of a failed call after which nothing more is waited for
+SILENCE = 9.0  # seconds without any answer after which a server of ours is down
 PING_AFTER = 2.0  # seconds without an answer after which a server is asked whether it lives
 
 Result = TypeVar("Result")

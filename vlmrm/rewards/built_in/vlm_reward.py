@@ -36,6 +36,7 @@ from vlmrm.rewards.contract import (
 )
 from vlmrm.rewards.judges.replies import without_thinking
 from vlmrm.rewards.remote import ClientSettings, connected
+from vlmrm.rewards.servers import SILENCE
 from vlmrm.scoring.loading import SCORER_OPTIONS, is_address, load_local_scorer
 from vlmrm.scoring.protocol import Scorer
 from vlmrm.scoring.remote import ROUTE, Chunk, read_scores, scores_of
@@ -64,10 +65,10 @@ class _ServedModel:
     def __init__(self, config: RewardArguments, address: str):
         extra = config.extra_kwargs
         self.reward = extra.get("reward")
-        settings = validate(
-            ClientSettings, {name: extra[name] for name in CLIENT if name in extra}, f"reward {config.name}"
-        )
-        self.servers = connected(config, [address], settings, 120.0, os.environ.get("VLMRM_TOKEN"))
+        given = {name: extra[name] for name in CLIENT if name in extra}
+        settings = validate(ClientSettings, given, f"reward {config.name}")
+        token = os.environ.get("VLMRM_TOKEN")
+        self.servers = connected(config, [address], settings, 120.0, token=token, silence=SILENCE)
 
     def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
         return run(scores_of([[item] for item in enumerate(conversations)], self._ask))

@@ -21,7 +21,7 @@ from vlmrm.errors import ConfigError, Denied, RewardError
 from vlmrm.http import Server, Unavailable, check_status, retried, run, without_token
 from vlmrm.rewards.contract import RewardArguments
 from vlmrm.rewards.judges.replies import Question, Reply, ReplyCache, read_completion
-from vlmrm.rewards.servers import CircuitBreaker, KnownServer, origin_at
+from vlmrm.rewards.servers import SILENCE, CircuitBreaker, KnownServer, origin_at
 from vlmrm.settings import validate
 
 logger = logging.getLogger("vlmrm")
@@ -59,7 +59,7 @@ class JudgeSettings(BaseModel):
     """Seconds for one call."""
     deadline: float = Field(600.0, gt=0)
     """Seconds for a round, the samples of one call, including retries and waits."""
-    silence: float = Field(9.0, gt=0)
+    silence: float = Field(SILENCE, gt=0)
     """Seconds without any answer of the server, to calls or to `GET /models`, after which it is taken to be down."""
     max_cache_size: int = Field(1024, ge=0)
     """Replies kept in memory."""
