@@ -68,8 +68,6 @@ class TwoSpeeds:
             self.left_out = taken.count(False) if option.cheap else 0
             items[:] = itertools.compress(items, taken)
 
-    # ---- what an item costs -------------------------------------------------------------------------------
-
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Generator[None, object, object]:
         if fixturedef.scope == "function":
@@ -92,8 +90,6 @@ class TwoSpeeds:
             return (yield)
         finally:
             self.seconds[item.nodeid] = cpu_seconds() - start - self.inner[0]
-
-    # ---- workers ------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -147,8 +143,6 @@ class TwoSpeeds:
         terminal = self.config.pluginmanager.getplugin("terminalreporter")
         if report.failed and not isinstance(terminal, Reports):
             terminal.write_line(f" {report.nodeid}")
-
-    # ---- what is said at the end --------------------------------------------------------------------------
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.left_out:

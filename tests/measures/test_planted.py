@@ -65,6 +65,13 @@ def test_data_of_one_question_cannot_tell():
     assert finding.state == "undecided" and "cannot tell" in finding.reason
 
 
+def test_position_is_what_both_orders_differ_by():
+    always_first = pair_frame(RNG.normal(1, 1, 300), credit_first=1.0, credit_second=0.0)
+    finding = of(audit(always_first), "reversed_answers")
+    assert (finding.state, finding.loss.value, finding.left.value) == ("reliant", 1.0, 0.0)
+    assert of(audit(always_first.assign(credit_second=1.0)), "reversed_answers").state == "not reliant"
+
+
 def test_punished_decorations_are_no_finding():
     assert of(found(named("punishes markdown")), "added_markdown").state == "not reliant"
 

@@ -89,7 +89,7 @@ def test_a_silent_server_is_waited_for_once(start):
     assert all("not asked, since" in reason for reason in outcome.failures["two"].values())
 
 
-def test_a_trained_model_that_falls_silent_is_down_soon(start, monkeypatch):
+def test_a_trained_model_falling_silent_is_down_soon(start, monkeypatch):
     monkeypatch.setattr("vlmrm.rewards.built_in.vlm_reward.SILENCE", 0.5)
     monkeypatch.setattr("vlmrm.rewards.servers.LONG", 0.4)
     server = start()
