@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import sys
@@ -46,6 +47,7 @@ def _the_environment_ends_with_its_test() -> Generator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+    asyncio.events._event_loop_policy = None  # an older uvicorn leaves uvloop's
 
 
 @pytest.fixture(autouse=True)
