@@ -105,6 +105,9 @@ class Preempted(VlmrmError):
     exit_code = 143
 
 
+WEIGHTS = ": look for broken weights, or compute in float32"  # what to do where it is our model that gave it
+
+
 def finite_or_error(score: float, label: str = "score", row_id: str | None = None) -> float | ScoreError:
     """Return the score, or an error if it is NaN or infinite: NaN would pass unnoticed into means and advantages.
 
@@ -115,7 +118,7 @@ def finite_or_error(score: float, label: str = "score", row_id: str | None = Non
             return score
     except TypeError:
         return ScoreError(f"its {label} is {score!r:.60}, which is no number", row_id)
-    return ScoreError(f"its {label} is {score}: look for broken weights, or compute in float32", row_id)
+    return ScoreError(f"its {label} is {score}{WEIGHTS}", row_id)
 
 
 def first_line(error: BaseException) -> str:

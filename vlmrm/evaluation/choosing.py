@@ -190,7 +190,7 @@ def _figure(part: pd.DataFrame, name: str) -> tuple[Figure, pd.DataFrame] | None
 
 
 # The figure of the best of several checkpoints without the luck of being chosen: the best of many equal checkpoints is
-# the one that chance helped most, and its figure on the pairs that chose it is too high. Prompts are drawn with
+# the one that chance helped most, and its figure on the pairs that chose it is too high. Clusters are drawn with
 # replacement; in each draw the choice is made anew, and the chosen one is measured on the clusters that were not drawn
 # (Tsamardinos, Greasidou and Borboudakis, Bootstrapping the out-of-sample predictions, 2018). Since a draw holds fewer
 # clusters, the mean over draws is a little below the truth where checkpoints do differ.
@@ -200,9 +200,9 @@ def contributions(figure: Figure, clusters: Sequence | np.ndarray) -> pd.Series:
     """Return what each cluster adds: values whose mean is the figure, to first order those of leaving one out."""
     influence = figure.influence()
     codes, names = pd.factorize(np.asarray(clusters, dtype=object))
-    by_prompt = np.bincount(codes, influence.rows, len(names))
+    by_cluster = np.bincount(codes, influence.rows, len(names))
     counted = np.bincount(codes, influence.shares, len(names)) > 0
-    return pd.Series(influence.value + counted.sum() * by_prompt[counted], index=names[counted])
+    return pd.Series(influence.value + counted.sum() * by_cluster[counted], index=names[counted])
 
 
 def without_luck(

@@ -141,7 +141,7 @@ def _line(error: Exception) -> str:
 
 def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tuple[dict[str, Any], pd.DataFrame]:
     """Return the figures of one open entry on one data set, and the scored pairs."""
-    args, processes = run.args, run.processes
+    args, processes, definition = run.args, run.processes, data.definition
     result = evaluate(
         scorer,
         data.dataset,
@@ -151,12 +151,12 @@ def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tu
         ranks=processes.num_processes,
         description=entry.checkpoint,
         sample=args.intervention_sample,
-        cluster_by=args.cluster_by,
+        cluster_by=definition.cluster_by,
     )
     if not result.comparisons:
         raise DataError(f"none of the {len(data.dataset)} rows could be scored: the first was {result.dropped[0]}.")
     if result.comparisons not in data.tables:
-        data.tables[result.comparisons] = pair_table(result.comparisons, data.definition.group_by, args.cluster_by)
+        data.tables[result.comparisons] = pair_table(result.comparisons, definition.group_by, definition.cluster_by)
         say_clusters(data.tables[result.comparisons].frame)
     table = data.tables[result.comparisons]
     frame = scored_frame(result, model=entry.model, checkpoint=entry.checkpoint, step=entry.step, table=table)
@@ -175,8 +175,8 @@ def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tu
             if (names, reason) not in run.warnings:  # said once; the rows of other entries have it too
                 run.warnings.add((names, reason))
                 logger.warning("%s: no %s: %s", entry.path, names, reason)
-    if data.definition.benchmark is not None:
-        estimates = data.definition.benchmark.estimate(frame)
+    if definition.benchmark is not None:
+        estimates = definition.benchmark.estimate(frame)
         figures["benchmark"] = {name: estimate._asdict() for name, estimate in estimates.items()}
     made = provenance({})
     came_from: Provenance = {

@@ -105,7 +105,7 @@ class EvaluationSet:
     def results(self, args: EvaluationArguments) -> Results:
         """Return the results so far, of the settings, other than the checkpoint, on which figures depend."""
         keys = ("dtype", "attn_implementation", "base_model_path", "batching")
-        keys += ("interventions", "intervention_sample", "scorer_drops_media", "cluster_by")
+        keys += ("interventions", "intervention_sample", "scorer_drops_media")
         hub = [] if self.benchmark is None else [self.benchmark.source.hub]
         settings = {
             "data": data_fingerprint(self.data_args.dataset_path or hub),
@@ -113,6 +113,7 @@ class EvaluationSet:
             **{key: getattr(args, key) for key in keys},
             "benchmark": None if self.benchmark is None else self.benchmark.name,
             "group_by": list(self.group_by),
+            "cluster_by": self.cluster_by,
             "reading": asdict(self.data_args),
         }
         return Results(self.csv, settings, self.name)

@@ -132,10 +132,10 @@ def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
     if intervention.family == "question" and not intervention.decides and _has_one_question(pairs):
         reason = "All rows ask the same question, so that these data cannot tell; those of several would."
     of_loss = tests[0].estimate
-    if of_loss.clusters < CLUSTERS:
-        reason = f"{of_loss.clusters} clusters are too few to tell."
     left = Mean(np.where(np.isnan(pairs.credits), np.nan, mean), scale="share").estimate(pairs.clusters)
-    found = Finding(name, intervention.family, claim, of_loss, left, MARGIN, p, NAN, reason, len(altered))
+    found = Finding(
+        name, intervention.family, claim, of_loss, left, MARGIN, p, NAN, _too_few(of_loss) or reason, len(altered)
+    )
     return found, tests[0]
 
 
@@ -150,10 +150,14 @@ def _of_both_orders(pairs: PairArrays, name: str) -> Question:
     """Return what standing first is worth to a judge, whose verdict is the mean of both orders."""
     first, second = pairs.positions.T
     test = _test(Mean(first - second, scale="difference"), pairs.clusters, MARGIN)
-    few = test.estimate.clusters < CLUSTERS
-    reason = f"{test.estimate.clusters} clusters are too few to tell." if few else ""
     left = Mean(second, scale="share").estimate(pairs.clusters)
-    return Finding(name, "order", test.claim, test.estimate, left, MARGIN, test.p, NAN, reason, 1), test
+    return Finding(
+        name, "order", test.claim, test.estimate, left, MARGIN, test.p, NAN, _too_few(test.estimate), 1
+    ), test
+
+
+def _too_few(of: Estimate) -> str:
+    return f"{of.clusters} clusters are too few to tell." if of.clusters < CLUSTERS else ""
 
 
 class _Test(NamedTuple):

@@ -110,7 +110,7 @@ class Benchmark(Strict):
     folder: str = ""
     labels: dict[str, list[float]] = Field(default_factory=dict)  # ratings by value of `scores` and `by`
     by: tuple[str, ...] = ()  # keys that the rule reads as columns by/NAME of the scored pairs
-    unit: str | None = None  # which of `by` names what intervals take as independent; by default the prompt
+    unit: str | None = None  # which of `by` names what intervals take as independent; by default the cluster
     frames: int | None = None  # how many to take of a video that is a folder of frames
     # A function in `rows.py` that names the list of a row: the rows of a list become one, with lists as cells.
     lists: Annotated[str, AfterValidator(partial(_known, LISTS))] | None = None
@@ -194,7 +194,7 @@ class Benchmark(Strict):
         return {name: float(value) for name, value in RULES[self.rule](frame, self.groups).items()}
 
     def estimate(self, frame: pd.DataFrame) -> dict[str, Estimate]:
-        """Return `score` with intervals for prompts as units (see `with_intervals`), and what each figure rests on."""
+        """Return `score` with intervals by cluster (see `with_intervals`), and what each figure rests on."""
         figures = self.score(frame)
         units = frame[f"by/{self.unit}" if self.unit else "cluster"].to_numpy()
         rows = {name: rows_of(name, frame, self.groups) for name in figures}

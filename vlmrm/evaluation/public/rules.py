@@ -325,7 +325,7 @@ GROUPED = tuple(rule.__name__ for rule in (macro, sections, languages, best_of_n
 
 
 # Intervals of figures, whatever a rule computes: each is computed again without one part of the units at a time (Kott,
-# The delete-a-group jackknife, 2001). Units are prompts, whose pairs stay together; they are dealt out to at most
+# The delete-a-group jackknife, 2001). Units are clusters, whose pairs stay together; they are dealt out to at most
 # `PARTS` parts in order of category, so that each part has its share of every category.
 
 

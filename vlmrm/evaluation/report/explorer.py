@@ -247,7 +247,7 @@ def _thumbnails(
 
 
 def galleries(best: Checkpoint) -> list[dict[str, Any]]:
-    """Return the pairs with the lowest margins below zero, and the lowest above, for the page; one of each prompt."""
+    """Return the pairs with the lowest margins below zero, and the lowest above, for the page; one of each cluster."""
     order = np.argsort(best.margins, kind="stable")
     mistakes = "A confident mistake is often a wrong label: look before blaming the model."
     made = []
@@ -257,7 +257,7 @@ def galleries(best: Checkpoint) -> list[dict[str, Any]]:
     ):
         repeated = best.pairs["cluster"].iloc[rows].duplicated().to_numpy()
         shown = [_example(row) for row in best.pairs.iloc[rows[~repeated][:COUNT]].to_dict("records")]
-        text = f"At most one pair a prompt. {advice}" if shown else f"No pair is ranked the {way} way."
+        text = f"At most one pair a cluster. {advice}" if shown else f"No pair is ranked the {way} way."
         made.append({"id": name, "title": title, "text": text, "examples": shown})
     return made
 

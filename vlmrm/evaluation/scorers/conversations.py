@@ -14,7 +14,7 @@ from vlmrm.batching.collator import OverlongError, plain_worker_errors
 from vlmrm.conversation import Comparison, Conversation, Message, Part, Text
 from vlmrm.data.media import messages_key
 from vlmrm.engine import ScoredRow, checked
-from vlmrm.errors import MediaError, RewardError, RowError, ScoreError
+from vlmrm.errors import WEIGHTS, MediaError, RewardError, RowError, ScoreError
 from vlmrm.evaluation.entry import SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.measures.interventions import INTERVENTIONS, alterations
@@ -170,8 +170,8 @@ class ConversationScorer(ABC):
         row.altered.update({name: [of[0], of[1]] for name, of in attacks.items() if name not in row.failed})
         row = checked(row)
         if isinstance(row.error, ScoreError):  # weights of ours would be broken; of another scorer it is the row
-            reason, _, _ = row.error.reason.partition(":")
-            return ScoredRow(unit.index, unit.id, error=self._dropped(RowError(reason), unit.id))
+            error = RowError(row.error.reason.removesuffix(WEIGHTS))
+            return ScoredRow(unit.index, unit.id, error=self._dropped(error, unit.id))
         return row
 
     def _dropped(self, error: RowError, row_id: str) -> RowError:
