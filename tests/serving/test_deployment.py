@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import configparser
+import re
+import shutil
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 import yaml
 
+from tests.serving.redis_server import reserved
+from tests.serving.services import eventually, in_loop
 from vlmrm import cli
 from vlmrm.serving.settings import load_settings
 
@@ -48,6 +56,57 @@ def test_the_unit_starts_a_command_that_there_is():
     assert {"Unit", "Service", "Install"} == set(unit.sections())
     arguments_exist(*unit["Service"]["ExecStart"].split())
     assert int(unit["Service"]["TimeoutStopSec"]) > 100  # requests, batches and workers are waited for
+
+
+@in_loop
+async def test_haproxy_bounds_balances_and_names_clients(tmp_path):
+    if shutil.which("haproxy") is None:
+        pytest.skip("no haproxy is here to read and run its configuration: apt-get install haproxy")
+    held, may_end = [], asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        if head.startswith("post"):
+            held.append((writer.get_extra_info("sockname")[1], re.findall(r"\nx-forwarded-for: (.*)\r", head)))
+            await may_end.wait()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    services = [await asyncio.start_server(serve, "127.0.0.1", 0) for _ in range(2)]
+    ports, holder, pem = [it.sockets[0].getsockname()[1] for it in services], reserved(), str(tmp_path / "pem")
+    url = f"127.0.0.1:{holder.getsockname()[1]}"
+    make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=x", "-keyout", pem, "-out", pem]
+    subprocess.run(make, check=True, capture_output=True)
+    content = (EXAMPLES / "serving" / "haproxy.cfg").read_text()
+    changes = {"bind :443": f"bind {url}", "crt /etc/haproxy/vlmrm.pem": f"crt {pem}", "maxconn 512": "maxconn 1"}
+    changes |= {f"127.0.0.1:808{i}": f"127.0.0.1:{port}" for i, port in enumerate(ports)}
+    for old, new in {**changes, "timeout queue 2s": "timeout queue 50"}.items():
+        assert content.count(old) == 1, old
+        content = content.replace(old, new)
+    (tmp_path / "haproxy.cfg").write_text(content)
+    proxy = subprocess.Popen(["haproxy", "-f", str(tmp_path / "haproxy.cfg")], stdout=subprocess.DEVNULL)
+    client = httpx.AsyncClient(
+        base_url=f"https://{url}", verify=False, timeout=60, headers={"X-Forwarded-For": "6.6.6.6"}
+    )
+
+    async def answers() -> bool:
+        assert proxy.poll() is None
+        with suppress(httpx.TransportError):
+            return (await client.get("/health")).json() == {"status": "ok"}
+        return False
+
+    try:
+        await eventually(answers)
+        asked = [asyncio.create_task(client.post("/v1/rewards")) for _ in ports]
+        await eventually(lambda: len(held) == 2)
+        assert held == [(port, ["127.0.0.1"]) for port in sorted(ports, key=[port for port, _ in held].index)]
+        refused = await client.post("/v1/rewards")
+        assert refused.status_code == 503 and refused.headers["Retry-After"] == "2" and (await answers())
+        assert set(refused.json()["error"]) == {"message", "type"}
+        may_end.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
+    finally:
+        proxy.kill()
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
