@@ -20,6 +20,7 @@ from vlmrm.serving.strict_json import strict_json
 OPEN = ["/health", "/ready"]
 GUARDED = ["/v1/models", "/metrics", "/docs", "/openapi.json"]
 SECRET = "s3cret-of-the-service"
+FIRST = {"name": "one's", "token": "f1rst", "rewards": ["one"]}
 H2C = {"Connection": "Upgrade, HTTP2-Settings"}
 
 
@@ -55,11 +56,10 @@ def routes() -> list[tuple[str, str]]:
     return sorted((method, re.sub(r"{\w+}", "one", path)) for method, path in listed | hidden if path not in OPEN)
 
 
-@pytest.mark.parametrize("tokens", [{"token": SECRET}, {"reward": "first"}, {"token": SECRET, "reward": "first"}])
+@pytest.mark.parametrize("tokens", [{"token": SECRET}, {"clients": [FIRST]}, {"token": SECRET, "clients": [FIRST]}])
 @pytest.mark.parametrize(("method", "path"), routes())
 def test_a_body_is_not_read_before_its_token(method, path, tokens):
-    settings = settings_of(fake("one", token=tokens.get("reward", "")), token=tokens.get("token", ""))
-    app = create_app(Service(settings, workers=False))
+    app = create_app(Service(settings_of(fake("one"), **tokens), workers=False))
 
     async def unread():
         raise AssertionError("the body was read")
@@ -78,9 +78,9 @@ def test_a_body_is_not_read_before_its_token(method, path, tokens):
 
 
 @in_loop
-async def test_a_reward_token_opens_that_reward_alone():
-    async with running(fake("one", token="first"), fake("two"), token=SECRET) as (_, client):
-        client.headers = bearer("first")
+async def test_a_client_opens_its_own_rewards_alone():
+    async with running(fake("one"), fake("two"), token=SECRET, clients=[FIRST]) as (_, client):
+        client.headers = bearer("f1rst")
         assert (await rewards(client, "a", model="one")).status_code == 200
         assert (await rewards(client, "a", model="two")).status_code == 401
         assert (await rewards(client, "a", model="three")).status_code == 401  # nor what there is
@@ -177,7 +177,7 @@ async def test_a_worker_knows_neither_service_token_nor_rank(monkeypatch):
 @in_loop
 async def test_no_answer_and_no_log_holds_a_secret(tmp_path, capfd):
     leaky = fake("leaky", "fake_reward.Leaky", options={"api_key": SECRET, "folder": str(tmp_path)})
-    async with running(leaky, fake("one", token="f1rst"), token="wh0le") as (service, client):
+    async with running(leaky, fake("one"), token="wh0le", clients=[FIRST]) as (service, client):
         client.headers = bearer("wh0le")
         texts = [(await rewards(client, what, model="leaky")).text for what in ("a", "item", "raise")]
         texts += [(await client.get(path)).text for path in [*OPEN, *GUARDED]]

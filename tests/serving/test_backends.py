@@ -210,6 +210,14 @@ async def test_clients_get_equal_shares_of_tokens(backends):
 
 
 @in_loop
+async def test_twice_the_weight_gets_twice_the_tokens(backends):
+    async with backends() as backend:
+        await put_all(backend, *(f"a{number}" for number in range(9)), client="a", cost=10)
+        await put_all(backend, *(f"b{number}" for number in range(9)), client="b", cost=10, weight=2.0)
+        assert "".join(name for [name] in await batches(backend, 10, 9)).count("b") == 6
+
+
+@in_loop
 async def test_a_worker_killing_job_retries_alone_then_fails(backends):
     async with backends() as backend:
         bad = await backend.put(job("bad"))

@@ -34,7 +34,8 @@ LEAKY = {"api_key": "s3cret", "folder": "/srv/weights"}
 
 @in_loop
 async def test_a_token_opens_all_requested_rewards_or_none():
-    async with running(fake("one", token="first"), fake("two", token="second")) as (_, client):
-        client.headers = {"Authorization": "Bearer first"}
+    clients = [{"name": name, "token": f"{name}'s", "rewards": [name]} for name in ("one", "two")]
+    async with running(fake("one"), fake("two"), clients=clients) as (_, client):
+        client.headers = {"Authorization": "Bearer one's"}
         assert (await rewards(client, "a", models=["one"])).status_code == 200
         assert (await rewards(client, "a", models=["one", "two"])).status_code == 401

@@ -31,8 +31,9 @@ async def test_the_page_loads_nothing_but_its_own():
 
 @in_loop
 async def test_status_shows_what_the_token_opens():
-    blocks = [fake("one", token="first"), fake("two", options={"info": {"model": EVIL}})]
-    async with running(*blocks, token="whole") as (_, client):
+    blocks = [fake("one"), fake("two", options={"info": {"model": EVIL}})]
+    first = {"name": "one's", "token": "first", "rewards": ["one"]}
+    async with running(*blocks, token="whole", clients=[first]) as (_, client):
         assert (await client.get("/")).status_code == (await client.get("/v1/status")).status_code == 401
         client.headers = {"Authorization": "Bearer whole"}
         await rewards(client, "aaa", "refuse", model="two")
@@ -75,10 +76,11 @@ async def test_prometheus_can_scrape_what_happened(tmp_path):
         for sample in family.samples
     }
     for name, value in {
-        ("vlmrm_requests_total", "/v1/rewards", "200"): 3,
-        ("vlmrm_requests_total", "/v1/rewards", "500"): 1,
-        ("vlmrm_requests_total", "/v1/rewards", "504"): 1,
-        ("vlmrm_requests_total", "404", "other"): 1,
+        ("vlmrm_requests_total", "/v1/rewards", "200", "other"): 3,
+        ("vlmrm_requests_total", "/v1/rewards", "500", "other"): 1,
+        ("vlmrm_requests_total", "/v1/rewards", "504", "other"): 1,
+        ("vlmrm_requests_total", "404", "other", "other"): 1,
+        ("vlmrm_client_items_total", "length", "other"): 6,
         ("vlmrm_failures_total", "item", "length"): 1,
         ("vlmrm_failures_total", "job", "length"): 1,
         ("vlmrm_failures_total", "length", "refused"): 1,
