@@ -39,7 +39,7 @@ def written(tmp_path):
         (f"host = '0.0.0.0'\n{REWARD}", "without a token: set VLMRM_TOKEN."),
         (f"{REWARD}dtype = 'half'", "reward_args.0: dtype is 'half': choose from auto, bfloat16"),
         (f"token = 'secret€'\n{REWARD}", "token: no header carries it"),
-        (f"{REWARD}{CLIENT}{CLIENT}", "the client a has another's name or token: give each its own."),
+        (f"{REWARD}{CLIENT}{CLIENT.replace('secret', 'x')}", "the client a has another's name or token: give"),
         (f"token = 'secret'\n{REWARD}{CLIENT}", "the client a has another's name or token: give each its own."),
         (f"{REWARD}{CLIENT}rewards = ['x']", "the client a opens x: choose from vlm_reward."),
         (f"{REWARD}{CLIENT}weight = 0", "clients.0.weight: "),
