@@ -55,8 +55,7 @@ async def test_routes_need_a_reward_name_where_several_exist():
         body = {"inputs": ["Why?", "So."], "raw_scores": True}
         assert (await client.post("/two/predict", json=body)).json() == [{"score": 0.7, "label": "LABEL_0"}]
         refused = await client.post("/predict", json=body)
-        assert refused.status_code == 404
-        assert refused.json()["error"]["message"] == "a request names no reward: choose from one, two."
+        assert refused.status_code == 404 and "a request names no reward: choose from one, two." in refused.text
         assert (await client.post("/classify", json={"model": "two", "messages": []})).status_code == 400
 
 
