@@ -12,6 +12,7 @@ import pytest
 
 from tests.serving.services import fake, in_loop, rewards, running, settings_of
 from vlmrm.serving.app import create_app
+from vlmrm.serving.clients import Clients
 from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.service import Service
 from vlmrm.serving.settings import Limits
@@ -20,6 +21,7 @@ from vlmrm.serving.strict_json import strict_json
 OPEN = ["/health", "/ready"]
 GUARDED = ["/v1/models", "/metrics", "/docs", "/openapi.json"]
 SECRET = "s3cret-of-the-service"
+FIRST = {"name": "one's", "token": "f1rst", "rewards": ["one"], "weight": 2.0}
 H2C = {"Connection": "Upgrade, HTTP2-Settings"}
 
 
@@ -55,11 +57,10 @@ def routes() -> list[tuple[str, str]]:
     return sorted((method, re.sub(r"{\w+}", "one", path)) for method, path in listed | hidden if path not in OPEN)
 
 
-@pytest.mark.parametrize("tokens", [{"token": SECRET}, {"reward": "first"}, {"token": SECRET, "reward": "first"}])
+@pytest.mark.parametrize("tokens", [{"token": SECRET}, {"clients": [FIRST]}, {"token": SECRET, "clients": [FIRST]}])
 @pytest.mark.parametrize(("method", "path"), routes())
 def test_a_body_is_not_read_before_its_token(method, path, tokens):
-    settings = settings_of(fake("one", token=tokens.get("reward", "")), token=tokens.get("token", ""))
-    app = create_app(Service(settings, workers=False))
+    app = create_app(Service(settings_of(fake("one"), **tokens), workers=False))
 
     async def unread():
         raise AssertionError("the body was read")
@@ -78,14 +79,47 @@ def test_a_body_is_not_read_before_its_token(method, path, tokens):
 
 
 @in_loop
-async def test_a_reward_token_opens_that_reward_alone():
-    async with running(fake("one", token="first"), fake("two"), token=SECRET) as (_, client):
-        client.headers = bearer("first")
+async def test_a_client_opens_its_own_rewards_alone():
+    async with running(fake("one"), fake("two"), token=SECRET, clients=[FIRST]) as (service, client):
+        client.headers = bearer("f1rst")
         assert (await rewards(client, "a", model="one")).status_code == 200
-        assert (await rewards(client, "a", model="two")).status_code == 401
-        assert (await rewards(client, "a", model="three")).status_code == 401  # nor what there is
+        assert [(it.job.client, it.job.weight) for it in service.backend._entries.values()] == [("one's", 2.0)]
+        for named in ({"model": "two"}, {"models": ["one", "two"]}, {"model": "three"}):  # nor what there is
+            assert (await rewards(client, "a", **named)).status_code == 401
         assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["one"]
         assert (await client.get("/metrics")).status_code == 401
+
+
+PEER = "10.0.0.1"
+TOKENS = {"token": "T", "clients": [FIRST]}
+PROXIES = {"trusted_proxies": ["10.0.0.0/24", "::1"]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "header", "value", "name", "label"),
+    [
+        (TOKENS, "authorization", "Bearer f1rst", "one's", "one's"),
+        (TOKENS, "authorization", "Bearer T", "default", "default"),
+        (TOKENS, "authorization", "Bearer t", None, None),
+        ({}, "authorization", "Bearer invented", PEER, "other"),
+        ({}, "x-forwarded-for", "1.1.1.1", PEER, "other"),
+        (PROXIES, "x-forwarded-for", "1.1.1.1, 2.2.2.2", "2.2.2.2", "other"),
+        (PROXIES, "x-forwarded-for", "1.1.1.1,2.2.2.2, ::1,10.0.0.9", "2.2.2.2", "other"),
+        (PROXIES, "x-forwarded-for", "1.1.1.1, unknown", PEER, "other"),
+    ],
+)
+def test_a_client_is_a_configured_name_or_an_address(settings, header, value, name, label):
+    client = Clients(settings_of(fake("one"), **settings)).identify({header.encode(): value.encode()}, PEER)
+    assert (client and client.name, client and client.label) == (name, label)
+
+
+def test_neither_invented_rewards_nor_tokens_make_lanes():
+    clients, lanes = Clients(settings_of(fake("one"), fake("two"))), set()
+    for number in range(9):
+        client = clients.identify({b"authorization": b"Bearer %d" % number}, PEER)
+        lanes.add(client.lane(f"/{number}/compute", b'{"model": "%d"}' % number))
+    of_two = client.lane("/v1/rewards", b'{"items": [], "model": "two"}')
+    assert len(lanes) == 1 and of_two == client.lane("/two/compute", b"") and of_two not in lanes
 
 
 @in_loop
@@ -154,9 +188,8 @@ async def test_every_error_is_one_sentence_in_one_form():
 async def test_a_service_fault_tells_only_the_request_id(caplog, monkeypatch):
     async with running() as (service, client):
         monkeypatch.setattr(service, "accept", None)
-        answer = await client.post(
-            "/v1/rewards", json={"items": [{"prompt": "a"}]}, headers={"X-Request-ID": "mine-1"}
-        )
+        client.headers = {"X-Request-ID": "mine-1"}
+        answer = await rewards(client, "a")
     assert answer.status_code == 500 and answer.headers["x-request-id"] == "mine-1"
     assert answer.json()["error"]["message"] == "the service failed: tell its operator the request id mine-1."
     assert "'NoneType' object is not callable" in caplog.text
@@ -168,16 +201,14 @@ async def test_a_worker_knows_neither_service_token_nor_rank(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     async with running(fake("environment", "fake_reward.Environment"), token=SECRET) as (_, client):
         client.headers = bearer(SECRET)
-        [known] = (await rewards(client, "VLMRM_TOKEN")).json()["data"]
-        [rank] = (await rewards(client, "RANK")).json()["data"]
-        [path] = (await rewards(client, "PATH")).json()["data"]
-    assert (known["score"], rank["score"], path["score"]) == (0, 0, 1)
+        known = (await rewards(client, "VLMRM_TOKEN", "RANK", "PATH")).json()["data"]
+    assert [one["score"] for one in known] == [0, 0, 1]
 
 
 @in_loop
 async def test_no_answer_and_no_log_holds_a_secret(tmp_path, capfd):
     leaky = fake("leaky", "fake_reward.Leaky", options={"api_key": SECRET, "folder": str(tmp_path)})
-    async with running(leaky, fake("one", token="f1rst"), token="wh0le") as (service, client):
+    async with running(leaky, fake("one"), token="wh0le", clients=[FIRST]) as (service, client):
         client.headers = bearer("wh0le")
         texts = [(await rewards(client, what, model="leaky")).text for what in ("a", "item", "raise")]
         texts += [(await client.get(path)).text for path in [*OPEN, *GUARDED]]
@@ -222,17 +253,13 @@ async def test_every_route_reads_its_json_strictly():
 
 
 @in_loop
-async def test_every_request_is_one_line_with_its_id(caplog):
+async def test_every_request_is_one_line_with_its_client(caplog):
     caplog.set_level(logging.INFO, "vlmrm")
     async with running() as (_, client):
-        await client.post(
-            "/v1/rewards", json={"items": [{"prompt": "secret words"}]}, headers={"X-Request-ID": "id-1"}
-        )
+        await rewards(client, "secret words")
         await client.get("/health")
         await client.get("/absent/secret words")
     lines = [one.fields for one in caplog.records if one.getMessage() == "request"]
-    assert [(one["route"], one["status"], one["method"]) for one in lines] == [
-        ("/v1/rewards", 200, "POST"),
-        ("other", 404, "GET"),
-    ]
+    told = [(one["client"], one["route"], one["status"], one["method"]) for one in lines]
+    assert told == [("127.0.0.1", "/v1/rewards", 200, "POST"), ("127.0.0.1", "other", 404, "GET")]
     assert "secret words" not in caplog.text

@@ -197,16 +197,17 @@ async def test_a_lower_priority_waits_but_not_for_ever(backends, monkeypatch):
         assert prompts(await backend.take("length", 1)) == ["low"]
 
 
+@pytest.mark.parametrize(("cost", "weight"), [(5, 1.0), (10, 2.0)])
 @in_loop
-async def test_clients_get_equal_shares_of_tokens(backends):
+async def test_clients_share_tokens_by_weight(backends, cost, weight):
     async with backends() as backend:
         await put_all(backend, *(f"a{number}" for number in range(9)), client="a", cost=10)
-        assert await batches(backend, 10, 3) == [["a0"], ["a1"], ["a2"]]
-        await put_all(backend, *(f"b{number}" for number in range(9)), client="b", cost=5)
+        assert await batches(backend, 5, 3) == [["a0"], ["a1"], ["a2"]]
+        await put_all(backend, *(f"b{number}" for number in range(9)), client="b", cost=cost, weight=weight)
         # What it did not ask for earlier is not made up for.
-        assert await batches(backend, 10, 4) == [["b0", "b1"], ["a3"], ["b2", "b3"], ["a4"]]
+        assert await batches(backend, 5, 6) == [["b0"], ["b1"], ["a3"], ["b2"], ["b3"], ["a4"]]
         await put_all(backend, "late", client="c", cost=10)
-        assert sorted(await batches(backend, 10, 2)) == [["b4"], ["late"]]
+        assert sorted(await batches(backend, 5, 2)) == [["b4"], ["late"]]
 
 
 @in_loop

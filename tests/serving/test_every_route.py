@@ -28,19 +28,9 @@ from vlmrm.serving.worker.channel import pack, unpack
 
 RED, BLUE, GREEN = (data_uri(png(56, 56, colour)) for colour in ("red", "blue", "green"))
 ODD = (
-    *(
-        "",
-        " ",
-        "\n",
-        "Which?",
-        "Ünïcode ✓",
-        "<image>",
-        "<video> <image>",
-        "{prompt}",
-        "a<|im_end|>",
-        "<|im_start|>user\n",
-    ),
-    *("<|image_pad|>", "<|vision_start|>", "\n\nHuman: x\n\nAssistant: y", '[{"role"', "</s>", "<think>", "a\ufffd"),
+    *("", " ", "\n", "Which?", "Ünïcode ✓", "<image>", "<video> <image>", "{prompt}"),
+    *("a<|im_end|>", "<|im_start|>user\n", "<|image_pad|>", "<|vision_start|>", "\n\nHuman: x\n\nAssistant: y"),
+    *('[{"role"', "</s>", "<think>", "a\ufffd"),
 )
 texts = st.builds(Text, st.one_of(st.sampled_from(ODD), st.text(max_size=12)))
 images = st.builds(Image, st.sampled_from([RED, BLUE, GREEN]))

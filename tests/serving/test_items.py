@@ -10,12 +10,7 @@ from tests.serving.sent_media import data_uri, png
 from tests.serving.services import HERE, Gate, fake, in_loop, queued, rewards, running
 from vlmrm.conversation import Conversation, Image, Message, Sample
 from vlmrm.errors import RowError
-from vlmrm.formats.flow_factory import (
-    PromptTemplate,
-    conversation_to_sample,
-    read_sample,
-    sample_to_conversation,
-)
+from vlmrm.formats.flow_factory import PromptTemplate, conversation_to_sample, read_sample, sample_to_conversation
 
 RED, BLUE = b"red", b"blue"
 

@@ -14,13 +14,6 @@ from vlmrm.serving.worker_spec import revision_of
 
 
 @in_loop
-async def test_an_item_that_cannot_be_scored_fails_alone():
-    async with running() as (_, client):
-        answer = (await rewards(client, "aaa", "refuse", "bb")).json()
-    assert [(one["score"], one["error"]) for one in answer["data"]] == [(3, None), (None, "it is refused"), (2, None)]
-
-
-@in_loop
 async def test_waiting_requests_are_batched_and_equal_ones_merged(tmp_path):
     log, gate = tmp_path / "batches", Gate(tmp_path)
     async with running(fake(options={"log": str(log)})) as (service, client):
@@ -125,11 +118,12 @@ def test_files_named_by_settings_count_by_content(tmp_path, name):
 
 
 @in_loop
-async def test_an_item_error_is_not_kept_for_repeats(tmp_path):
+async def test_an_item_fails_alone_and_not_when_repeated(tmp_path):
+    asked = "aaa", f"refuse once {tmp_path / 'asked'}", "bb"
     async with running() as (_, client):
-        [busy] = (await rewards(client, f"refuse once {tmp_path / 'asked'}")).json()["data"]
-        [again] = (await rewards(client, f"refuse once {tmp_path / 'asked'}")).json()["data"]
-    assert (busy["error"], again["error"], again["score"]) == ("it is refused", None, 1)
+        answers = [(await rewards(client, *asked)).json()["data"] for _ in range(2)]
+    assert [[one["score"] for one in answer] for answer in answers] == [[3, None, 2], [3, 1, 2]]
+    assert [one["error"] for one in answers[0]] == [None, "it is refused", None]
 
 
 @in_loop
@@ -164,10 +158,9 @@ async def test_an_unloadable_reward_is_reported_and_refused(tmp_path):
 async def test_a_nonfinite_detail_costs_neither_worker_nor_score():
     async with running(fake("extra", "fake_reward.Extra")) as (service, client):
         told = (await rewards(client, "nan", "a")).json()["data"]
-        [replica] = service.replicas["extra"]
-        process = replica.process_id
+        process = service.replicas["extra"][0].process_id
         refused = await rewards(client, "set")
-        assert replica.process_id == process
+        assert service.replicas["extra"][0].process_id == process
     assert [one["score"] for one in told] == [1, 1]
     assert [one["details"]["values"] for one in told] == [[None, {"most": None}, 1.5], 0]
     assert refused.status_code == 500 and "not JSON serializable" in refused.json()["error"]["message"]
@@ -230,7 +223,6 @@ async def test_rewards_have_their_own_workers_and_environments():
         assert [answer.json()["model"] for answer in (first, second)] == ["one", "two"]
         assert first.json()["revision"] != second.json()["revision"]
         unknown = await rewards(client, "a", model="three")
-        assert unknown.status_code == 404
-        assert unknown.json()["error"]["message"] == "there is no reward three: choose from one, two."
+        assert unknown.status_code == 404 and "there is no reward three: choose from one, two." in unknown.text
         assert (await rewards(client, "a")).status_code == 404
         assert len(service.replicas["one"]) == 2

@@ -12,6 +12,7 @@ from vlmrm.serving.settings import DecodeSettings, Limits, RewardSettings, Servi
 from vlmrm.serving.worker_spec import worker_spec
 
 REWARD = '[[reward_args]]\nreward_type = "vlm_reward"\n'
+CLIENT = '[[clients]]\nname = "a"\ntoken = "secret"\n'
 
 
 @pytest.fixture
@@ -38,7 +39,11 @@ def written(tmp_path):
         (f"host = '0.0.0.0'\n{REWARD}", "without a token: set VLMRM_TOKEN."),
         (f"{REWARD}dtype = 'half'", "reward_args.0: dtype is 'half': choose from auto, bfloat16"),
         (f"token = 'secret€'\n{REWARD}", "token: no header carries it"),
-        (f'{REWARD}token = "secret\\u0007"', "reward_args.0.token: no header carries it"),
+        (f"{REWARD}{CLIENT}{CLIENT.replace('secret', 'x')}", "the client a has another's name or token: give"),
+        (f"token = 'secret'\n{REWARD}{CLIENT}", "the client a has another's name or token: give each its own."),
+        (f"{REWARD}{CLIENT}rewards = ['x']", "the client a opens x: choose from vlm_reward."),
+        (f"{REWARD}{CLIENT}weight = 0", "clients.0.weight: "),
+        (f"trusted_proxies = ['proxy']\n{REWARD}", "trusted_proxies.0: "),
         *((f"{REWARD}[limits]\n{name} = -1", f"limits.{name}: ") for name in Limits.model_fields),
         (f"redis_port = -1\n{REWARD}", "redis_port: "),
     ],

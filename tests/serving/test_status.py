@@ -31,8 +31,9 @@ async def test_the_page_loads_nothing_but_its_own():
 
 @in_loop
 async def test_status_shows_what_the_token_opens():
-    blocks = [fake("one", token="first"), fake("two", options={"info": {"model": EVIL}})]
-    async with running(*blocks, token="whole") as (_, client):
+    blocks = [fake("one"), fake("two", options={"info": {"model": EVIL}})]
+    first = {"name": "one's", "token": "first", "rewards": ["one"]}
+    async with running(*blocks, token="whole", clients=[first]) as (_, client):
         assert (await client.get("/")).status_code == (await client.get("/v1/status")).status_code == 401
         client.headers = {"Authorization": "Bearer whole"}
         await rewards(client, "aaa", "refuse", model="two")
@@ -41,16 +42,15 @@ async def test_status_shows_what_the_token_opens():
         client.headers = {"Authorization": "Bearer first"}
         part = (await client.get("/v1/status")).json()
         assert "two" not in (await client.get("/")).text.partition("<script")[0]
-    assert [(one["name"], one["ready"], one["jobs"]) for one in whole["rewards"]] == [("one", 1, 0), ("two", 1, 0)]
-    assert [one["restarts"] for one in whole["rewards"]] == [0, 0]
+    shown = [[one[key] for key in ("name", "ready", "jobs", "restarts")] for one in whole["rewards"]]
+    assert shown == [["one", 1, 0, 0], ["two", 1, 0, 0]]
     one, two = (reward["hour"] for reward in whole["rewards"])
     assert {len(two[name]) for name in ("requests", "items", "waiting", "p50", "p95", "p99")} == {60}
     assert (sum(two["items"]), sum(two["requests"]), sum(one["requests"])) == (2, 1, 0)
     assert 0 < two["latency"]["p50"] == two["latency"]["p99"] and one["latency"]["p50"] is None
     found = [(one["reward"], one["reason"], one["message"]) for one in whole["failures"]]
     assert found == [("one", "job", "RuntimeError: out of memory"), ("two", "item", "it is refused")]
-    assert [one["name"] for one in part["rewards"]] == ["one"]
-    assert [one["reward"] for one in part["failures"]] == ["one"]
+    assert [one["name"] for one in part["rewards"]] == [one["reward"] for one in part["failures"]] == ["one"]
 
 
 @in_loop
@@ -75,10 +75,11 @@ async def test_prometheus_can_scrape_what_happened(tmp_path):
         for sample in family.samples
     }
     for name, value in {
-        ("vlmrm_requests_total", "/v1/rewards", "200"): 3,
-        ("vlmrm_requests_total", "/v1/rewards", "500"): 1,
-        ("vlmrm_requests_total", "/v1/rewards", "504"): 1,
-        ("vlmrm_requests_total", "404", "other"): 1,
+        ("vlmrm_requests_total", "/v1/rewards", "200", "other"): 3,
+        ("vlmrm_requests_total", "/v1/rewards", "500", "other"): 1,
+        ("vlmrm_requests_total", "/v1/rewards", "504", "other"): 1,
+        ("vlmrm_requests_total", "404", "other", "other"): 1,
+        ("vlmrm_client_items_total", "length", "other"): 6,
         ("vlmrm_failures_total", "item", "length"): 1,
         ("vlmrm_failures_total", "job", "length"): 1,
         ("vlmrm_failures_total", "length", "refused"): 1,

@@ -75,14 +75,13 @@ router = APIRouter()
 @router.get("/", include_in_schema=False)
 async def page(request: Request) -> HTMLResponse:
     """Show `GET /v1/status` as a page, with a form to try a reward."""
-    return html_response(render("status.html.jinja", rewards=gateway_of(request).authorized_rewards(request)))
+    return html_response(render("status.html.jinja", rewards=request.state.client.rewards))
 
 
 @router.get("/v1/status", responses=error_responses(401))
 async def status(request: Request) -> dict[str, Any]:
-    """Return workers, queue, last hour and recent failures, in this process, of the rewards that the token opens."""
-    gateway = gateway_of(request)
-    service, names = gateway.service, gateway.authorized_rewards(request)
+    """Return workers, queue, last hour and recent failures, in this process, of the rewards that the client opens."""
+    service, names = gateway_of(request).service, request.state.client.rewards
     rewards = []
     for name in names:
         health, (jobs, size) = service.health(name), await service.backend.depth(name)
@@ -116,7 +115,7 @@ async def ready(request: Request) -> JSONResponse:
     """Answer whether every reward can be computed, else 503; without a token the errors are left out."""
     gateway = gateway_of(request)
     service = gateway.service
-    fields = ("ready", "workers", "errors") if request.state.access.service else ("ready", "workers")
+    fields = ("ready", "workers", "errors") if request.state.client.service else ("ready", "workers")
     healths = {name: asdict(service.health(name)) for name in service.rewards}
     rewards = {name: {key: values[key] for key in fields} for name, values in healths.items()}
     queue = service.registry.error
@@ -132,10 +131,9 @@ async def ready(request: Request) -> JSONResponse:
 
 @router.get("/v1/models", responses=error_responses(401))
 async def models(request: Request) -> dict[str, Any]:
-    """List the rewards that the request's token opens, with what their workers say about them."""
-    gateway = gateway_of(request)
-    names = gateway.authorized_rewards(request)
-    data = [{"id": name, "object": "model", **gateway.service.info(name)} for name in names]
+    """List the rewards that the client opens, with what their workers say about them."""
+    service, names = gateway_of(request).service, request.state.client.rewards
+    data = [{"id": name, "object": "model", **service.info(name)} for name in names]
     return {"object": "list", "data": data}
 
 
@@ -150,17 +148,16 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/openapi.json", include_in_schema=False)
 async def openapi(request: Request) -> Response:
-    gateway_of(request).authorized_rewards(request)
     return Response(api_document(request.app), media_type="application/json")
 
 
 @router.get("/docs", include_in_schema=False)
 async def docs(request: Request) -> HTMLResponse:
     """Show the OpenAPI document as a page."""
-    [reward, *_] = gateway_of(request).authorized_rewards(request)
+    gateway, reward = gateway_of(request), request.state.client.rewards[0]
     url = str(request.base_url.replace(username=None, password=None)).rstrip("/")
-    several = len(gateway_of(request).service.rewards) > 1
-    return html_response(api_html(request.app, url, reward, several, bool(request.state.access.token)))
+    several = len(gateway.service.rewards) > 1
+    return html_response(api_html(request.app, url, reward, several, not gateway.clients.open))
 
 
 # Operators -----------------------------------------------------------------------------------------------------------

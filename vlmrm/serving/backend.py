@@ -48,6 +48,7 @@ class Job:
     request_id: str = ""
     trace: str = ""  # the W3C traceparent of its request
     wanted: str = ""  # the revision that must compute it
+    weight: float = 1.0  # of the client's share
     deadline: float | None = None  # of `time.monotonic`, after which it is not begun
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.time)
@@ -132,8 +133,8 @@ class Backend(Protocol):
 
         Jobs that were given back come first; one that a worker died with comes alone. Then goes the highest priority,
         yet every `AGING_S` at most one batch begins with the one that has waited longest. Within a priority clients
-        have equal shares of tokens. Behind a job come those of its priority that share a prefix with it, and those of
-        the prefixes `cached`, which the worker computed lately. A job whose deadline has passed is failed.
+        share tokens by weight. Behind a job come those of its priority that share a prefix with it, and those of the
+        prefixes `cached`, which the worker computed lately. A job whose deadline has passed is failed.
         """
 
     async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float, revision: str) -> None:

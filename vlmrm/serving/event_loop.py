@@ -19,6 +19,7 @@ from anyio.lowlevel import RunVar
 from anyio.to_thread import run_sync
 
 from vlmrm.data.media import image_size
+from vlmrm.serving.clients import Client
 
 logger = logging.getLogger("vlmrm")
 
@@ -36,7 +37,7 @@ Result = TypeVar("Result")
 class RequestContext:
     """What every step of a request may ask for."""
 
-    client: str = ""  # whose fair share it counts against
+    client: Client = field(default_factory=Client)
     deadline: float = math.inf  # of `time.monotonic`, after which its client waits no longer
     is_small: bool = True  # whether its body is read, checked and hashed in a millisecond or two
     body_bytes: int = 0
@@ -132,7 +133,7 @@ async def in_thread(compute: Callable[[*Arguments], Result], *arguments: *Argume
     except LookupError:
         threads = _Threads()
         _THREADS.set(threads)
-    lock = threads.locks.setdefault(current_request().client, asyncio.Lock())
+    lock = threads.locks.setdefault(current_request().client.name, asyncio.Lock())
     async with lock:
         return await run_sync(compute, *arguments, limiter=threads.limiter)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
@@ -14,13 +13,14 @@ from typing import TypeVar
 from anyio import move_on_after
 from anyio.to_thread import run_sync
 from fastapi import Request, Response
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 
 from vlmrm.conversation import Conversation, Outcome, Sample
 from vlmrm.errors import RowError, VlmrmError
 from vlmrm.formats.wire import Item
 from vlmrm.scoring.transforms import sigmoid
 from vlmrm.serving.backend import EXPIRED, NOT_SERVED, QueueAway, State, Status
+from vlmrm.serving.clients import Client, Clients
 from vlmrm.serving.errors import Forbidden, InvalidRequest, RewardFailed, TimedOut, Unauthorized
 from vlmrm.serving.event_loop import TurnScheduler, computed, current_request, in_thread
 from vlmrm.serving.media import Fetcher, MediaResolver
@@ -42,64 +42,40 @@ class ScoringResult:
     revision: str | None
 
 
-@dataclass(frozen=True)
-class Access:
-    """What the token of a request opens: rewards by name, what concerns the whole service, and its models' change."""
-
-    token: str
-    rewards: list[str]
-    service: bool
-    admin: bool
-
-
 class Gateway:
     """The service as routes see it: with authorization, media, and items scored in one call."""
 
     def __init__(self, service: Service):
         self.service = service
         self.settings = service.settings
+        self.clients = Clients(self.settings)
         self.fetcher = Fetcher(self.settings.allowed_hosts, self.settings.limits)
         self.media = MediaResolver(self.settings.limits, self.settings.media_root, self.fetcher)
         self.scheduler = TurnScheduler()
         self._lines: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by reward, of those that wait for room
 
-    def access(self, token: str) -> Access:
-        settings = self.settings
-        rewards = [one.name for one in settings.reward_args if _is_allowed(token, settings.token, one.token)]
-        # Where only rewards have tokens, each of them also opens what concerns the whole service.
-        service = settings.token.get_secret_value()
-        secrets = [settings.token] if service else [reward.token for reward in settings.reward_args]
-        admin = bool(settings.admin_token.get_secret_value()) and _is_allowed(token, settings.admin_token)
-        return Access(token, rewards, _is_allowed(token, *secrets), admin)
-
     def authorized_reward(self, request: Request, name: str | None) -> RewardSettings:
-        """Return the reward of that name, if the request's token opens it."""
+        """Return the reward of that name, if the request's client opens it."""
         try:
             reward = self.service.reward(name)
         except UnknownReward:
             self.require_authorized(request)
             raise
-        if reward.name not in request.state.access.rewards:
+        if reward.name not in request.state.client.rewards:
             raise Unauthorized
         return reward
 
     def require_authorized(self, request: Request) -> None:
-        """Raise Unauthorized unless the request's token is the service's."""
-        if not request.state.access.service:
+        """Raise Unauthorized unless the request's client opens the whole service."""
+        if not request.state.client.service:
             raise Unauthorized
 
-    def require_admin(self, access: Access) -> None:
-        """Raise Unauthorized unless a token is the operator's, Forbidden where there is none."""
+    def require_admin(self, client: Client) -> None:
+        """Raise Unauthorized unless a client is the operator, Forbidden where nobody is."""
         if not self.settings.admin_token.get_secret_value():
             raise Forbidden("this service lets nobody change its models: set VLMRM_ADMIN_TOKEN, and send that token.")
-        if not access.admin:
+        if not client.admin:
             raise Unauthorized
-
-    def authorized_rewards(self, request: Request) -> list[str]:
-        """Return the names of the rewards that the request's token opens; raises Unauthorized for none."""
-        if not request.state.access.rewards:
-            raise Unauthorized
-        return request.state.access.rewards
 
     def check_count(self, count: int) -> None:
         if not 1 <= count <= self.settings.limits.max_items:
@@ -199,13 +175,6 @@ def _write_each(inputs: Sequence[Input], write: Callable[[Input], Item]) -> list
         except RowError as error:
             items.append(error)
     return items
-
-
-def _is_allowed(token: str, *secrets: SecretStr) -> bool:
-    """Return whether the token is among `secrets`, in constant time; where none of them is set, any is."""
-    accepted = [secret.get_secret_value() for secret in secrets if secret.get_secret_value()]
-    matches = [hmac.compare_digest(token.encode(), secret.encode()) for secret in accepted]  # no early exit
-    return any(matches) or not accepted
 
 
 def gateway_of(request: Request) -> Gateway:

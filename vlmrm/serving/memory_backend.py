@@ -157,7 +157,7 @@ class FairQueue:
             group.since = time.monotonic()
             if leads:
                 group.clock = group.tags[job.client]
-            group.tags[job.client] += tokens
+            group.tags[job.client] += tokens / job.weight
         return True
 
     def _count(self, job: Job, sign: int) -> None:

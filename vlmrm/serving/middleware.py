@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import io
 import itertools
 import logging
@@ -19,9 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vlmrm.errors import VlmrmError
 from vlmrm.serving.backend import QueueAway
+from vlmrm.serving.clients import Client
 from vlmrm.serving.errors import InvalidRequest, SlowBody, TimedOut, Unauthorized, error_response, response_to
 from vlmrm.serving.event_loop import LANE, RequestContext, begin_request
-from vlmrm.serving.gateway import Access, Gateway
+from vlmrm.serving.gateway import Gateway
 from vlmrm.serving.service import TooLarge
 from vlmrm.serving.settings import LOOPBACK
 from vlmrm.serving.telemetry import REQUEST_ID
@@ -45,8 +44,6 @@ RESERVED_FILES = 192  # of the process's open files, for workers, Redis and conn
 IDLE_S = 15.0  # between two pieces of a body
 LASTING = 1 / 2  # of `max_wait`, once the queue has lasted so long: a burst ends, while overload would keep it full
 SMALL_BYTES, FEW_VALUES = 64 * 2**10, 1000
-ENDS = 512  # bytes at both ends of a body in which its reward is looked for
-MODEL = re.compile(rb'"(?:model|reward)"\s*:\s*"([^"\\]{1,100})"')
 
 
 class Busy(QueueAway):
@@ -73,7 +70,7 @@ class RequestMiddleware:
         self.app, self.gateway, self.scheduler, self.results = app, gateway, gateway.scheduler, results
         self.metrics, self.limits = gateway.service.metrics, gateway.settings.limits
         self.max_requests = min(self.limits.max_requests, connection_limit())
-        self.open = bool(gateway.access("").rewards)  # some reward needs no token
+        self.open = gateway.clients.open
         self._posted = 0  # POST requests that have no response yet
         self._bytes = 0  # of bodies in memory: what is announced costs its sender nothing, and may never come
         self._refused, self._logged = 0, -math.inf  # requests with a 503 that have no line in the log, the last's time
@@ -102,15 +99,15 @@ class RequestMiddleware:
         posted = scope["method"] == "POST"
         self._posted += posted
         try:
-            access = self.gateway.access(token_of(headers))
-            scope.setdefault("state", {})["access"] = access
-            if refusal := self._refusal(scope, headers, access):
+            client = self.gateway.clients.identify(headers, (scope.get("client") or ("",))[0])
+            if client is None and scope["path"] not in OPEN:
+                raise Unauthorized
+            scope.setdefault("state", {})["client"] = context.client = client or context.client
+            if refusal := self._refusal(scope, headers, context.client):
                 await refusal(scope, receive, send_with_headers)
             elif scope["method"] not in METHODS:
                 await self.app(scope, receive, send_with_headers)
             else:
-                token = hashlib.blake2b(access.token.encode(), digest_size=8).hexdigest() if access.token else ""
-                context.client = token or (scope.get("client") or ("",))[0]
                 context.deadline, context.wanted = _deadline(headers), _wanted(headers)
                 begin_request(context)
                 await self._handle(context, scope, receive, send_with_headers)
@@ -126,17 +123,16 @@ class RequestMiddleware:
         finally:
             self._bytes -= context.body_bytes
             self._posted -= posted
-            self._log(scope, status, time.perf_counter() - started)
+            self._log(scope, context.client, status, time.perf_counter() - started)
 
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes], access: Access) -> ASGIApp | None:
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes], client: Client) -> ASGIApp | None:
         """Return the response to a request that is refused before a byte of its body is read."""
         method, path = scope["method"], scope["path"]
-        if path not in OPEN:
-            name, slash, _ = path[1:].partition("/")
-            closed = slash and name in self.gateway.service.rewards and name not in access.rewards
-            # Where the reward is named in the body, the route checks that the token opens it.
-            if closed or not (access.rewards or access.service or access.admin):
-                raise Unauthorized
+        name, slash, _ = path[1:].partition("/")
+        # Where the reward is named in the body, the route checks that the client opens it.
+        closed = slash and name in self.gateway.service.rewards and name not in client.rewards
+        if closed or not (client.rewards or path in OPEN or path.startswith(OPERATORS)):
+            raise Unauthorized
         if (fault := _unread(scope, headers)) is not None:
             return error_response(*fault)
         length = headers.get(b"content-length", b"0")
@@ -154,14 +150,13 @@ class RequestMiddleware:
             message = f"the Host header is none of this machine's names, {names}: use one, or set VLMRM_TOKEN."
             return error_response(message, "InvalidRequest", 421)
         if path.startswith(OPERATORS):
-            self.gateway.require_admin(access)
+            self.gateway.require_admin(client)
         return None
 
     async def _handle(self, context: RequestContext, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, take the request's turn, and end the handler with its client."""
         body = await self._read(receive, context)
-        reward = MODEL.search(body[:ENDS]) or MODEL.search(body[-ENDS:])  # as it seems: only turns depend on it
-        lane = f"{context.client} {scope['path']} {reward[1].decode('latin-1') if reward else ''}"
+        lane = context.client.lane(scope["path"], body)
         LANE.set(lane)
         context.is_small = len(body) < SMALL_BYTES and body.count(b",") < FEW_VALUES
         waits = scope["path"] not in self.results
@@ -241,15 +236,16 @@ class RequestMiddleware:
             f"the body is over the limit of {self.limits.max_body_bytes} bytes: send fewer items at a time."
         )
 
-    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+    def _log(self, scope: Scope, client: Client, status: int, seconds: float) -> None:
         # Not the path of the request: clients could fill metrics and logs with paths that do not exist.
         route = getattr(scope.get("route"), "path", "other")
-        self.metrics.requests.labels(route, str(status)).inc()  # 0 where the client had disconnected
+        self.metrics.requests.labels(client.label, route, str(status)).inc()  # 0 where the client had disconnected
         self.metrics.request_seconds.labels(route).observe(seconds)
         level = logging.DEBUG if route in QUIET and status < 400 else logging.INFO
         if not logger.isEnabledFor(level):
             return
-        fields = {"method": scope["method"][:16], "route": route, "status": status, "ms": round(1000 * seconds, 1)}
+        fields = {"client": client.name or "unknown", "method": scope["method"][:16], "route": route}
+        fields |= {"status": status, "ms": round(1000 * seconds, 1)}
         if status == 503:  # a flood of them would cost more to log than to refuse
             self._refused += 1
             if (now := time.monotonic()) - self._logged < REFUSALS_S:
@@ -276,20 +272,6 @@ def _unread(scope: Scope, headers: dict[bytes, bytes]) -> tuple[str, str, int] |
         protocol = headers[b"upgrade"].decode("latin-1")[:40]
         return f"the request asks for an upgrade to {protocol}: send it in HTTP/1.1 alone.", "InvalidRequest", 400
     return None
-
-
-def token_of(headers: dict[bytes, bytes]) -> str:
-    """Return the token of a request: Bearer, or of Basic, for clients with only a URL, the password, else the user."""
-    scheme, _, value = headers.get(b"authorization", b"").decode("latin-1").partition(" ")
-    if scheme.lower() == "bearer":
-        return value.strip()
-    if scheme.lower() == "basic":
-        try:
-            user, _, password = base64.b64decode(value, validate=True).decode().partition(":")
-            return password or user
-        except ValueError:
-            pass
-    return ""
 
 
 def _deadline(headers: dict[bytes, bytes]) -> float:

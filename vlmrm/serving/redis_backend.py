@@ -191,7 +191,7 @@ class RedisBackend:
         ttl = "" if job.deadline is None else job.deadline - time.monotonic()  # Redis counts by its own clock
         content = (job.id, job.key, job.reward, job.packed, len(job.items), job.cost, job.priority, ttl)
         origin = (" ".join(job.revisions), json.dumps(list(job.prefixes.items())), job.client)
-        origin = (*origin, job.request_id, job.wanted, job.trace)
+        origin = (*origin, job.request_id, job.wanted, job.trace, job.weight)
         bounds = (*self._capacity[job.reward], self._limits.queue_bytes)
         arguments = (*content, *bounds, self._ttl, *origin)
         if self._replicated and time.monotonic() - self._no_replica >= PING_S:

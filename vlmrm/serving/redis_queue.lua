@@ -21,7 +21,7 @@
 
 local P, operation = KEYS[1], ARGV[1]
 local FIELDS = {'state', 'reward', 'line', 'receipt', 'items', 'bytes', 'cost', 'prefixes', 'priority', 'client',
-  'attempts', 'deadline', 'key', 'asked', 'shared', 'created'}
+  'attempts', 'deadline', 'key', 'asked', 'shared', 'created', 'weight'}
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
@@ -182,7 +182,7 @@ local function move(job, batch, clock)
       redis.call('ZREMRANGEBYSCORE', class_key('shares', job), '-inf', clock)
     end
     local waits = redis.call('EXISTS', job.line) == 1
-    redis.call('ZADD', class_key(waits and 'clients' or 'shares', job), tag + tokens, job.client)
+    redis.call('ZADD', class_key(waits and 'clients' or 'shares', job), tag + tokens / job.weight, job.client)
   end
   local receipt = redis.call('HINCRBY', P .. ':waiting', 'order', 1)
   local running = P .. ':running:' .. job.reward
@@ -219,7 +219,7 @@ end
 local operations = {}
 
 function operations.put(id, key, reward, packed, items, cost, priority, remaining, max_items, max_bytes,
-    max_total, ttl, revisions, prefixes, client, request, wanted, trace)
+    max_total, ttl, revisions, prefixes, client, request, wanted, trace, weight)
   if redis.call('EXISTS', job_key(id)) == 1 then return {1, id} end  -- a retry after a lost response
   local deadline = remaining ~= '' and string.format('%.6f', now + remaining) or ''
   local equal = redis.call('GET', P .. ':key:' .. key)
@@ -247,7 +247,7 @@ function operations.put(id, key, reward, packed, items, cost, priority, remainin
   end
   redis.call('HSET', job_key(id), 'reward', reward, 'key', key, 'packed', packed, 'items', items, 'bytes', #packed,
     'cost', cost, 'priority', priority, 'deadline', deadline, 'attempts', 0, 'asked', 1,
-    'prefixes', prefixes, 'client', client, 'request', request, 'wanted', wanted, 'trace', trace,
+    'prefixes', prefixes, 'client', client, 'request', request, 'wanted', wanted, 'trace', trace, 'weight', weight,
     'created', string.format('%.6f', now))
   redis.call('SET', P .. ':key:' .. key, id)
   enqueue(read(id))

@@ -184,7 +184,7 @@ class Service:
         cost, prefixes = count_prefixes(items, max_pixels) if trained else (estimate_tokens(items, max_pixels), {})
         job = Job(reward, items, cost=cost, prefixes=prefixes, priority=priority)
         request = current_request()
-        job.client, job.wanted = request.client, request.wanted
+        job.client, job.weight, job.wanted = request.client.name, request.client.weight, request.wanted
         job.request_id, carrier = REQUEST_ID.get() or "", dict[str, str]()
         propagate.inject(carrier)
         job.trace = carrier.get("traceparent", "")
@@ -203,7 +203,9 @@ class Service:
             raise self.not_served(job.reward)
         revisions = [job.wanted] if job.wanted else health.revisions
         job.revisions = revisions if health.info.get("deterministic", True) else ()
-        return await self.backend.put(job)
+        job_id = await self.backend.put(job)
+        self.metrics.client_items.labels(current_request().client.label, job.reward).inc(len(job.items))
+        return job_id
 
     def not_served(self, reward: str) -> NotServed:
         """Return the error of a request that demands another revision than those that are served."""

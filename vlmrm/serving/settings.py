@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, model_validator
+from pydantic import AfterValidator, Field, IPvAnyNetwork, SecretStr, model_validator
 
 from vlmrm.errors import ConfigError, MediaError
 from vlmrm.libraries import parse_dtype
@@ -60,7 +60,6 @@ class RewardSettings(Strict):
     batch_tokens: Count = 65536  # estimated, of one batch
     batch_timeout: Seconds = 600.0
     load_timeout: Seconds = 3600.0
-    token: Token = SecretStr("")  # for this reward alone, besides the service's
     queue_items: int = Field(0, ge=0)  # that wait for it; 0: limits.queue_items
     queue_bytes: int = Field(0, ge=0)  # of these; 0: an equal part of limits.queue_bytes
     ray_address: str = ""  # for engine = "ray": the service's
@@ -74,6 +73,18 @@ class RewardSettings(Strict):
         if not self.engine:  # which has its own names of types
             self.dtype = _dtype(self.dtype, auto=True)
         return self
+
+
+DEFAULT, OTHER = "default", "other"  # the client that sends the service's `token`; in metrics all without a name
+
+
+class ClientSettings(Strict):
+    """One `[[clients]]`: whoever sends its token."""
+
+    name: Annotated[str, Field(min_length=1)]
+    token: Annotated[Token, Field(min_length=1)]
+    rewards: list[str] = Field(default_factory=list)  # that it opens; none: all, and what concerns the whole service
+    weight: float = Field(1.0, gt=0)  # of its share
 
 
 class Limits(Strict):
@@ -130,7 +141,9 @@ class ServiceSettings(Strict):
     redis_prefix: str = "vlmrm"  # begins every key, so that several services can share one Redis
     long_poll: float = Field(4.0, ge=0, le=60)  # seconds that a pull waits for its result
     token: Token = SecretStr("")
+    clients: list[ClientSettings] = Field(default_factory=list)
     admin_token: Token = SecretStr("")  # for the routes that change models; without one, nobody may
+    trusted_proxies: list[IPvAnyNetwork] = Field(default_factory=list)  # whose X-Forwarded-For is believed
     model_roots: list[str] = Field(default_factory=list)  # folders, or patterns of repositories, of such models
     media_root: Path | None = None
     allowed_hosts: list[str] = Field(default_factory=list)  # that image URLs may name: NAME[:PORT]
@@ -154,6 +167,15 @@ class ServiceSettings(Strict):
         url = bool(self.redis_url.get_secret_value())
         if (url and self.redis_host) or (self.redis_sentinels and not url):
             raise ValueError("give either redis_host, or redis_url, which names the master of redis_sentinels")
+        if self.token.get_secret_value():
+            self.clients.append(ClientSettings(name=DEFAULT, token=self.token))
+        callers, tokens = [client.name for client in self.clients], [client.token for client in self.clients]
+        rewards = [reward.name for reward in self.reward_args]  # others may serve those that are not enabled here
+        for client in self.clients:
+            if [OTHER, *callers].count(client.name) > 1 or tokens.count(client.token) > 1:
+                raise ValueError(f"the client {client.name} has another's name or token: give each its own")
+            if unknown := [name for name in client.rewards if name not in rewards]:
+                raise ValueError(f"the client {client.name} opens {unknown[0]}: choose from {', '.join(rewards)}")
         self.reward_args = [reward for reward in self.reward_args if reward.enable]
         names = [reward.name for reward in self.reward_args]
         if not names:
@@ -195,7 +217,7 @@ def validate_settings(
         if environment.get(variable):
             content = {**content, key: environment[variable]}
     settings = validate(ServiceSettings, content, source, secret=True)
-    if settings.host not in LOOPBACK and not settings.token.get_secret_value():
+    if settings.host not in LOOPBACK and not settings.clients:
         raise ConfigError(
             f"{source}: other machines can reach host {settings.host}, without a token: set VLMRM_TOKEN."
         )

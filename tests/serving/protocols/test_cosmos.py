@@ -194,8 +194,9 @@ async def test_ping_answers_anything_and_replicas_are_named(monkeypatch):
 
 @in_loop
 async def test_each_reward_is_opened_by_its_own_token():
-    one, two = ({"headers": {"Authorization": f"Bearer secret-{number}"}} for number in (1, 2))
-    async with running(fake("one", token="secret-1"), fake("two", token="secret-2"), token="all") as (_, client):
+    one, two = ({"headers": {"Authorization": f"Bearer {name}"}} for name in ("one", "two"))
+    clients = [{"name": name, "token": name, "rewards": [name]} for name in ("one", "two")]
+    async with running(fake("one"), fake("two"), token="all", clients=clients) as (_, client):
         answers = [await enqueued(client, {**LENGTH, "reward_fn": {"one": 1}}, **given) for given in ({}, two, one)]
         assert [answer.status_code for answer in answers] == [401, 401, 200]
         asked = {"uuid": answers[-1].json()["uuid"]}

@@ -51,13 +51,11 @@ def known(answer: Any, golden: Any) -> Any:
 
 @in_loop
 async def test_routes_need_a_reward_name_where_several_exist():
-    rewards = [fake("one", "fake_reward.Characters"), fake("two", "fake_reward.Characters")]
-    async with running(*rewards) as (_, client):
+    async with running(fake("one", "fake_reward.Characters"), fake("two", "fake_reward.Characters")) as (_, client):
         body = {"inputs": ["Why?", "So."], "raw_scores": True}
         assert (await client.post("/two/predict", json=body)).json() == [{"score": 0.7, "label": "LABEL_0"}]
         refused = await client.post("/predict", json=body)
-        assert refused.status_code == 404
-        assert refused.json()["error"]["message"] == "a request names no reward: choose from one, two."
+        assert refused.status_code == 404 and "a request names no reward: choose from one, two." in refused.text
         assert (await client.post("/classify", json={"model": "two", "messages": []})).status_code == 400
 
 

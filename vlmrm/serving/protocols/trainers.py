@@ -224,15 +224,14 @@ async def unirl_score(body: UniRLRequest, request: Request) -> UniRLAnswer:
 @router.get("/unirl/health", tags=["UniRL"])
 async def unirl_health(request: Request) -> dict[str, Any]:
     """Return the names of the rewards, for UniRL's check at its start, and whether each can be computed."""
-    gateway = gateway_of(request)
-    names = gateway.authorized_rewards(request)
-    return {"status": "ok", "rewards": {name: [gateway.service.health(name).ready] for name in names}}
+    service, names = gateway_of(request).service, request.state.client.rewards
+    return {"status": "ok", "rewards": {name: [service.health(name).ready] for name in names}}
 
 
 @router.get("/unirl/rewards", tags=["UniRL"])
 async def unirl_rewards(request: Request) -> dict[str, list[str]]:
     """Return the names of the rewards, for UniRL's client outside its trainer."""
-    return {"rewards": gateway_of(request).authorized_rewards(request)}
+    return {"rewards": request.state.client.rewards}
 
 
 def _history(media: MediaResolver, request: HistoryRequest) -> Item:
