@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import configparser
+import json
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from tests.serving.redis_server import reserved
 from tests.serving.services import eventually, in_loop
 from vlmrm import cli
 from vlmrm.serving.settings import load_settings
+from vlmrm.serving.telemetry import Metrics
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDER = EXAMPLES / "kubernetes"
@@ -107,6 +109,20 @@ async def test_haproxy_bounds_balances_and_names_clients(tmp_path):
         assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200, 200]
     finally:
         proxy.kill()
+
+
+def test_the_dashboard_draws_each_metric_by_its_labels():
+    suffixes = {"Counter": "_total", "Histogram": "_bucket", "Gauge": ""}
+    collectors = [one for one in vars(Metrics()).values() if type(one).__name__ in suffixes]
+    labels = {f"{it._name}{suffixes[type(it).__name__]}": {*it._labelnames, "le"} for it in collectors}
+    drawn = json.loads((EXAMPLES / "serving" / "grafana.json").read_text())["panels"]
+    queries = [target["expr"] for panel in drawn for target in panel.get("targets", ())]
+    assert {name for query in queries for name in re.findall(r"vlmrm_\w+", query)} == labels.keys()
+    for query in queries:
+        used = set(re.findall(r"(\w+)[=!]~?\"", query)) | set(
+            re.findall(r"\w+", "".join(re.findall(r"by \((.*?)\)", query)))
+        )
+        assert used <= set.union(*(labels[name] for name in re.findall(r"vlmrm_\w+", query))), query
 
 
 @pytest.mark.parametrize("version", ["1.31", "1.37"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -75,5 +76,7 @@ def test_a_dtype_has_equal_names_for_all_rewards(written, reward):
 
 def test_every_key_is_documented():
     page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    [shown] = re.findall(r"The defaults:\n\n```toml\n(.*?)```", page, re.DOTALL)
+    assert Limits(**tomllib.loads(shown)["limits"]) == Limits()
     models = (ServiceSettings, RewardSettings, DecodeSettings, Limits)
     assert {name for model in models for name in model.model_fields if not re.search(rf"\b{name}\b", page)} == set()
