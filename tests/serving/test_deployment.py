@@ -132,13 +132,24 @@ def test_the_manifests_are_what_kubernetes_reads(version):
         validator.validate(one, version, strict=True)
 
 
-def test_the_configuration_loads_with_its_secrets():
-    settings = load_settings(FOLDER / "service.toml", {"VLMRM_TOKEN": "t", "VLMRM_REDIS_PASSWORD": "p"})
+def test_the_configuration_loads_with_its_secrets(tmp_path):
+    shutil.copy(FOLDER / "service.toml", tmp_path)
+    for command in re.findall(r"^#   (.*openssl.*)", (FOLDER / "kustomization.yaml").read_text(), re.MULTILINE):
+        subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    secrets = dict(line.split("=") for line in (tmp_path / "secrets.env").read_text().splitlines())
+    settings = load_settings(tmp_path / "secret.toml", secrets)
     assert ("Service", settings.redis_host) in APPLIED
-    assert settings.redis_password.get_secret_value() == "p"
+    assert [client.name for client in settings.clients] == ["trainer", "default"]
+    assert settings.redis_password.get_secret_value() == secrets["VLMRM_REDIS_PASSWORD"]
     arguments = " ".join(container("StatefulSet", "vlmrm-redis")["args"])
     assert "--appendonly yes" in arguments and "--maxmemory-policy noeviction" in arguments
     assert settings.limits.queue_bytes * 2 <= 4 * 2**30 and "--maxmemory 4gb" in arguments
+
+
+def test_only_the_service_may_reach_its_redis():
+    [rule] = APPLIED["NetworkPolicy", "vlmrm-redis"]["spec"]["ingress"]
+    [peer] = rule["from"]
+    assert peer["podSelector"]["matchExpressions"] == [{"key": "app", "operator": "In", "values": list(ROLES)}]
 
 
 @pytest.mark.parametrize("name", ROLES)
