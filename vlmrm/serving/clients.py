@@ -61,7 +61,7 @@ class Clients:
         return Client(self._address(headers, peer), self._rewards if self.open else (), self.open, is_admin)
 
     def _address(self, headers: Mapping[bytes, bytes], peer: str) -> str:
-        """Return `peer`; of a trusted proxy the address, of no other such, that it was asked by."""
+        """Return the address that asks: `peer`, or the nearest before a chain of trusted proxies."""
         hops = headers.get(b"x-forwarded-for", b"").decode("latin-1").rsplit(",", HOPS)
         with suppress(ValueError):  # no address: of a socket file, or what a proxy calls unknown
             while hops and any(ip_address(peer) in network for network in self._proxies):

@@ -125,7 +125,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def run(app: FastAPI, listener: socket.socket, names: str) -> None:
     """Serve `app` until SIGTERM or Ctrl-C; accepted jobs are then finished, unless a second signal comes."""
-    # The service logs requests itself, and trusts no header of a proxy, as it needs no address of a client.
+    # The service logs requests itself, and `Clients` reads the headers of proxies that are trusted.
     config = uvicorn.Config(
         app,
         http=HeaderLimitProtocol,
