@@ -211,6 +211,15 @@ async def test_clients_share_tokens_by_weight(backends, cost, weight):
 
 
 @in_loop
+async def test_mates_of_a_prompt_come_along(backends):
+    async with backends() as backend:
+        for prompt in ("a0", "b0", "a1", "b1", "c0", "e0", "d0", "d1"):
+            await backend.put(job(prompt, cost=5, prefixes={prompt[0]: 4}))
+        assert await batches(backend, 6, 2) == [["a0", "a1"], ["b0", "b1"]]  # a prompt costs once
+        assert prompts(await backend.take("length", 12, {"d"})) == ["c0", "d0", "d1"]  # what the worker has computed
+
+
+@in_loop
 async def test_a_worker_killing_job_retries_alone_then_fails(backends):
     async with backends() as backend:
         bad = await backend.put(job("bad"))
@@ -247,6 +256,9 @@ async def test_status_forgets_after_the_time_to_live(backends, elapse):
         elapse(601)
         assert (await backend.status(first)).state is State.running  # it is not over
         await backend.finish(taken, [Outcome(1.0)], 0.1, "r1")
+        elapse(400)
+        assert await backend.put(job("a")) == first  # which has it kept for as long again
+        elapse(400)
         assert (await backend.status(first)).state is State.done
         elapse(601)
         assert await backend.status(first) is None
@@ -283,6 +295,8 @@ async def test_cancel_ends_what_waits_once_nobody_wants_it(backends):
         assert not await backend.cancel(running.id)
         assert not await backend.cancel("never")
         assert (await backend.status(running.id)).state is State.running
+        await backend.requeue([running], None)
+        assert (await backend.status(running.id)).state is State.cancelled
 
 
 @in_loop

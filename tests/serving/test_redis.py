@@ -72,6 +72,8 @@ async def test_one_job_is_taken_by_one_process(redis_server):
 @in_loop
 async def test_jobs_of_a_silent_process_go_to_others(redis_server):
     async with queues(2, redis_server.settings, silence=1.0) as (lost, other):
+        kept = await other.put(job("b"))
+        await other.take("length", 1000)
         job_id = await lost.put(job("a"))
         [held] = await lost.take("length", 1000)
         while any(loop.cancel() for loop in lost._loops):  # as a process that was stopped; redis-py may swallow one
@@ -81,6 +83,15 @@ async def test_jobs_of_a_silent_process_go_to_others(redis_server):
         await lost.fail(held, "it broke")  # back again, it cannot take the job from who has it now
         await other.finish(again, [Outcome(1.0)], 0.1, "r1")
         assert (await other.status(job_id)).outcomes == [Outcome(1.0)]
+        assert (await other.status(kept)).state is State.running
+
+
+@in_loop
+async def test_a_silent_host_is_forgotten(redis_server):
+    async with queues(1, redis_server.settings) as (queue,):
+        await queue.announce("silent", {}, 0)
+        await queue.announce("here", {"length": 1}, 60)
+        assert await queue.announcements() == {"here": {"length": 1}}
 
 
 @in_loop
@@ -96,8 +107,11 @@ async def test_an_answer_that_is_lost_loses_no_job(redis_server, monkeypatch):
             return answer
 
         monkeypatch.setattr(queue, "_script", losing)
+        unwanted = await queue.put(job("b"))
+        assert await queue.depth("length") == (1, job("b").size)
+        await queue.cancel(unwanted)
+        assert (await queue.status(unwanted)).state is State.cancelled
         first = await queue.put(job("a"))
-        assert await queue.depth("length") == (1, job("a").size)
         [taken] = await queue.take("length", 1000)
         assert taken.id == first
         await queue.requeue([taken], "the worker died")
