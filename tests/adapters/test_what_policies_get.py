@@ -25,11 +25,7 @@ from vlmrm.rewards import RewardArguments
 PROMPTS = [[{"role": "user", "content": text}] for text in "xxxxyy"]
 GOOD = ["a", "aaa", "aa", "aaaa", "aaaaaa", "aaaaa"]  # each scores its length
 ONE_BAD, GROUP_BAD = [GOOD[0], "bad", *GOOD[2:]], [*GOOD[:4], "bad", "bad!"]
-GETS = {
-    "its group's mean": [1, 7 / 3, 2, 4, 6, 5],
-    "the batch's mean": [1, 3, 2, 4, 2.5, 2.5],
-    "the others": [0] * 6,
-}
+GETS = {"its group's mean": [1, 7 / 3, 2, 4, 6, 5], "the batch's mean": [1, 3, 2, 4, 2.5, 2.5], "the others": [0] * 6}
 QUICK = {"timeout": 0.1, "retry_attempts": 1}
 FAILURES = {
     "one sample is refused": (ONE_BAD, lambda it, body: it.scores(body)),

@@ -15,13 +15,7 @@ from tests.conversations import references
 from vlmrm.conversation import text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, DataError, RowError
-from vlmrm.evaluation.public import (
-    BENCHMARKS,
-    FOLDER,
-    benchmark,
-    load_benchmark,
-    read_benchmark,
-)
+from vlmrm.evaluation.public import BENCHMARKS, FOLDER, benchmark, load_benchmark, read_benchmark
 from vlmrm.evaluation.public.rows import frames_of
 from vlmrm.evaluation.public.rules import accuracy_with_ties
 from vlmrm.measures.pairs import scored_pairs

@@ -10,11 +10,7 @@ import pytest
 
 from tests.evaluation.scored import results_of, scored
 from vlmrm.errors import ConfigError
-from vlmrm.evaluation.schema import (
-    SCHEMA_VERSION,
-    dump_results,
-    load_results,
-)
+from vlmrm.evaluation.schema import SCHEMA_VERSION, dump_results, load_results
 
 
 @pytest.fixture

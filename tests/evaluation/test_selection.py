@@ -10,10 +10,7 @@ from tests.pair_frames import pair_frame
 from vlmrm.evaluation.choosing import Criterion, contributions, without_luck
 from vlmrm.measures.intervals import Mean
 
-ABILITIES = {
-    "40 equal": np.full(40, 0.75),
-    "8 that improve": np.array([0.6, 0.65, 0.7, 0.72, 0.74, 0.75, 0.75, 0.75]),
-}
+ABILITIES = {"40 equal": np.full(40, 0.75), "8 that improve": np.array([0.6, 0.65, 0.7, 0.72, 0.74, 0.75, 0.75, 0.75])}
 
 
 def test_contributions_are_what_each_prompt_adds():

@@ -69,11 +69,7 @@ class Planted:
             "matched_lengths": margin - extra,
             "compressed_image": margin,
         }
-        columns: dict[str, object] = {
-            "cluster": prompts,
-            "chosen_length": 200 + 50 * longer,
-            "rejected_length": 200,
-        }
+        columns: dict[str, object] = {"cluster": prompts, "chosen_length": 200 + 50 * longer, "rejected_length": 200}
         if self.judges:
             columns |= {"credit_first": margin + self.position > 0, "credit_second": margin - self.position > 0}
         for name, values in altered.items():

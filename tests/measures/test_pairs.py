@@ -9,14 +9,7 @@ from tests.conversations import rated
 from tests.pair_frames import list_frame, pair_frame
 from vlmrm.conversation import Comparison, Image, Judgement, Message, Text
 from vlmrm.errors import DataError
-from vlmrm.measures.pairs import (
-    candidates_of,
-    check_pairs,
-    credits_of,
-    margins_of,
-    pair_table,
-    scored_pairs,
-)
+from vlmrm.measures.pairs import candidates_of, check_pairs, credits_of, margins_of, pair_table, scored_pairs
 
 
 def test_every_branch_of_a_list_is_taken_once():

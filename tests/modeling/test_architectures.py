@@ -8,12 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-    AutoProcessor,
-)
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification, AutoProcessor
 
 from tests.modeling.samples import scores, tiny_llava
 from vlmrm.modeling import families, load_for_training, make_tiny, reward_model

@@ -24,10 +24,7 @@ from vlmrm.modeling.kernels import explicit, flex, per_segment, varlen
 from vlmrm.modeling.masks import MaskRule, mask_rule
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
-RULES = {
-    "causal": causal_mask_function,
-    "window": and_masks(sliding_window_overlay(3), causal_mask_function),
-}
+RULES = {"causal": causal_mask_function, "window": and_masks(sliding_window_overlay(3), causal_mask_function)}
 
 
 @cache

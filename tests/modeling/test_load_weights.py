@@ -12,11 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.modeling.samples import save_adapter, scores
 from vlmrm.errors import CheckpointError
-from vlmrm.modeling import (
-    load_checkpoint,
-    load_weights,
-    write_complete,
-)
+from vlmrm.modeling import load_checkpoint, load_weights, write_complete
 
 
 def move(folder: Path, by: float) -> Path:

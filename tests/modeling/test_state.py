@@ -218,8 +218,7 @@ TEXT = {
 
 
 @pytest.mark.parametrize(
-    ("model_type", "name"),
-    [("jamba", "JambaMambaMixer"), ("minimax", "MiniMaxDecoderLayer (linear_attention)")],
+    ("model_type", "name"), [("jamba", "JambaMambaMixer"), ("minimax", "MiniMaxDecoderLayer (linear_attention)")]
 )
 def test_state_layers_that_are_not_known_are_named(model_type, name):
     config = AutoConfig.for_model(model_type, **TEXT)

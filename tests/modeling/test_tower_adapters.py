@@ -67,11 +67,7 @@ def adapt(model: Any, seed: int = 1, **keys: Any) -> PeftModel:
 def save(adapted: PeftModel, folder: Path, base: Path) -> Path:
     adapted.save_pretrained(folder)
     save_reward_files(
-        folder,
-        processor=load_processor(base),
-        head="linear",
-        provenance={},
-        base_digest=weights_digest(base),
+        folder, processor=load_processor(base), head="linear", provenance={}, base_digest=weights_digest(base)
     )
     write_complete(folder, world_size=1, step=1)
     return folder

@@ -18,10 +18,7 @@ from transformers import Glm46VConfig, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLC
 from vlmrm.batching.media import DistinctMedia, Grid
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import RewardModel, kernels, reward_model_class, vision
-from vlmrm.modeling.vision import (
-    Segments,
-    by_segments,
-)
+from vlmrm.modeling.vision import Segments, by_segments
 
 SCORES, GRADIENTS = 1e-10, 1e-8
 FLOAT32_SOFTMAX = 1e-5  # of the library's eager attention, whatever the type of its inputs

@@ -74,12 +74,7 @@ def test_a_sample_lacking_its_group_image_fails_alone(lacking):
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("images", "image"),
-        ("condition_image", "condition_images"),
-        ("respnse", "response"),
-    ],
+    ("name", "meant"), [("images", "image"), ("condition_image", "condition_images"), ("respnse", "response")]
 )
 def test_a_misnamed_column_is_refused_with_a_suggestion(name, meant):
     """Where the answer is left out, the image would be taken for it, and every answer get the same score."""

@@ -93,10 +93,7 @@ def test_a_sample_that_cannot_be_rewarded_is_named(image, message):
 
 @pytest.mark.parametrize(
     ("prompt", "image", "message"),
-    [
-        (["a", "b"], [PICTURE], "2 of prompt but 1 of image"),
-        ("ab", [PICTURE, PICTURE], "prompt is a single str"),
-    ],
+    [(["a", "b"], [PICTURE], "2 of prompt but 1 of image"), ("ab", [PICTURE, PICTURE], "prompt is a single str")],
 )
 def test_columns_that_do_not_fit_are_refused(prompt, image, message):
     with pytest.raises(RewardError, match=message):

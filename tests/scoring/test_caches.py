@@ -133,8 +133,7 @@ def test_everything_kept_stays_within_the_byte_budget(folders):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [({}, "yes"), ({"cache_bytes": 0}, "off"), ({"batching": "reference"}, "padded")],
+    ("options", "said"), [({}, "yes"), ({"cache_bytes": 0}, "off"), ({"batching": "reference"}, "padded")]
 )
 def test_a_scorer_says_whether_it_keeps_prompts(folders, options, said):
     assert open_scorer(folders["qwen2_5_vl"], **options).prompts_kept == said

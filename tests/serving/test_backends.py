@@ -157,6 +157,11 @@ async def test_the_queue_is_bounded_in_items_and_bytes(backends):
         with pytest.raises(Overloaded, match="the queue of other is full"):
             await backend.put(job("b", reward="other"))
         await backend.put(job("b"))  # another reward has room of its own
+    own = {"queue_bytes": 2 * large.size}
+    async with backends(fake(**own), fake("other", **own), **own) as backend:
+        await backend.put(large)
+        with pytest.raises(Overloaded, match="the queue of length is full"):  # but not beyond that of all
+            await backend.put(job("b" * 1100))
 
 
 @in_loop
@@ -208,6 +213,16 @@ async def test_clients_share_tokens_by_weight(backends, cost, weight):
         assert await batches(backend, 5, 6) == [["b0"], ["b1"], ["a3"], ["b2"], ["b3"], ["a4"]]
         await put_all(backend, "late", client="c", cost=10)
         assert sorted(await batches(backend, 5, 2)) == [["b4"], ["late"]]
+
+
+@in_loop
+async def test_a_client_that_pauses_keeps_its_debt(backends):
+    async with backends() as backend:
+        await put_all(backend, "a0", client="a", cost=30)
+        await put_all(backend, "b0", "b1", "b2", client="b", cost=10)
+        assert await batches(backend, 5, 2) == [["a0"], ["b0"]]
+        await put_all(backend, "a1", client="a", cost=30)
+        assert await batches(backend, 5, 3) == [["b1"], ["b2"], ["a1"]]
 
 
 @in_loop

@@ -59,10 +59,7 @@ async def test_malformed_forms_are_refused_in_a_sentence():
         (form(("request", b"{}"), ("a", b"1"), ("a", b"2")), "the form has two parts called 'a'"),
         (form(("request", b'{"items": [}')), "the JSON is broken: "),
         (form(("request", b"{}"), ("request", b"{}")), "the form has two parts called 'request'"),
-        (
-            form(("request", request(image="attachment:a")), ("a", png()), ("b", png())),
-            "the file 'b', to which no",
-        ),
+        (form(("request", request(image="attachment:a")), ("a", png()), ("b", png())), "the file 'b', to which no"),
         ({"data": {"request": "{}", "model": "length"}, "files": {"a": b"1"}}, "the field 'model', which is no file"),
         ({"content": b"--", "headers": {"Content-Type": "multipart/form-data"}}, "Missing boundary"),
         ({"content": b"junk", "headers": {"Content-Type": "multipart/form-data; boundary=x"}}, "the form"),

@@ -30,8 +30,7 @@ def spans(monkeypatch):
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *_):
-            pass
+        def log_message(self, *_): ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=server.serve_forever, daemon=True).start()

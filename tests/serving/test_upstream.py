@@ -63,13 +63,9 @@ def server():
             body = loads(self.rfile.read(int(self.headers["Content-Length"])))
             status, content = self.server.answer(body)
             data = dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.wfile.write(b"HTTP/1.0 %d .\r\nContent-Length: %d\r\n\r\n%s" % (status, len(data), data))
 
-        def log_message(self, *words):
-            pass
+        def log_message(self, *words): ...
 
     made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=made.serve_forever)

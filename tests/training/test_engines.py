@@ -78,8 +78,7 @@ def test_sequence_parallelism_is_refused_as_an_object(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "variable",
-    ["USE_PARALLELISM_CONFIG", "USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "DYNAMO_BACKEND"],
+    "variable", ["USE_PARALLELISM_CONFIG", "USE_FSDP", "USE_DEEPSPEED", "USE_MEGATRON_LM", "DYNAMO_BACKEND"]
 )
 def test_an_engine_of_the_environment_is_refused(arguments, monkeypatch, variable):
     value = "INDUCTOR" if variable == "DYNAMO_BACKEND" else "true"

@@ -26,10 +26,7 @@ from vlmrm.evaluation.sweep import sweep
 from vlmrm.measures.analysis import figures
 
 OF_IMAGES = {"eval_probe_image_reliance": "image_reliance", "eval_probe_blank_image_accuracy": "blank_image_accuracy"}
-OF_PROMPTS = {
-    "eval_probe_irrelevant_margin": "swapped_prompt_margin",
-    "eval_probe_prompt_reliance": "prompt_reliance",
-}
+OF_PROMPTS = {"eval_probe_irrelevant_margin": "swapped_prompt_margin", "eval_probe_prompt_reliance": "prompt_reliance"}
 NAMES = {**OF_IMAGES, **OF_PROMPTS}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5}
 

@@ -73,10 +73,7 @@ def test_weights_that_are_missing_are_named(reward, published, tmp_path, lacking
         reward(model_name_or_path=str(tmp_path / "cut.safetensors"))
 
 
-@pytest.mark.parametrize(
-    ("template", "named"),
-    [(None, "template_file"), ("", "0 times")],
-)
+@pytest.mark.parametrize(("template", "named"), [(None, "template_file"), ("", "0 times")])
 def test_a_template_without_its_words_is_refused(reward, tmp_path, template, named):
     if template is not None:
         (tmp_path / "template.txt").write_text(template or "{text_prompt}")

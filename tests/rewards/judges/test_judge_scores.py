@@ -47,12 +47,7 @@ def test_every_form_of_a_score(line, score):
 
 
 @pytest.mark.parametrize(
-    "heading",
-    [
-        "1. Text Faithfulness:",
-        "### 1. **Text Faithfulness**",
-        "1. Evaluation of Text Faithfulness:",
-    ],
+    "heading", ["1. Text Faithfulness:", "### 1. **Text Faithfulness**", "1. Evaluation of Text Faithfulness:"]
 )
 def test_every_form_of_a_numbered_heading(heading):
     reply = REPLY.replace("1. Text Faithfulness:", heading).format(first="3", second="2")
@@ -107,13 +102,7 @@ def test_the_reward_is_the_mean_of_what_applies(scores, reward):
 
 
 @pytest.mark.parametrize(
-    ("text", "best", "score"),
-    [
-        (" 4 / 5", 5, 4.0),
-        ("4/10", 5, None),
-        ('"3"', 5, 3.0),
-        ("3 (good)", 5, 3.0),
-    ],
+    ("text", "best", "score"), [(" 4 / 5", 5, 4.0), ("4/10", 5, None), ('"3"', 5, 3.0), ("3 (good)", 5, 3.0)]
 )
 def test_scores_out_of_a_scale(text, best, score):
     assert read_score(text, best) == score

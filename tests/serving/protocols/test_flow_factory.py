@@ -50,10 +50,6 @@ def test_text_answers_are_scored_and_mistyped_keys_named(server):
     assert client.session.post(f"{client.url}/compute", json={"prompt": ["a"], "seed": 1}).json() == {"rewards": [0.1]}
 
 
-def test_a_request_is_one_group_to_groupwise_rewards(server):
-    assert FlowFactoryClient(f"{server}/group")(["p"] * 5, image=[RED] * 5) == [5] * 5
-
-
 def test_permanent_failures_are_told_once_transient_ones_retried(server, tmp_path):
     client = FlowFactoryClient(f"{server}/broken")
     for prompt, reason in ((["a", "refuse"], "sample 1: it is refused"), (["raise"], "RuntimeError: out of memory")):
@@ -103,6 +99,7 @@ def test_our_client_speaks_it_pointwise_and_groupwise(server):
     }
     groupwise = {"name": "g", "reward_model": "remote_groupwise", "server_url": f"{server}/group"}
     rewards = RewardSet([pointwise, groupwise])
+    assert FlowFactoryClient(f"{server}/group")(["p"] * 5, image=[RED] * 5) == [5] * 5  # a request is one group
     found = rewards(prompt=["a", "bb", "ccc"], image=[RED, RED, BLUE], groups=[0, 1, 0])
     assert found.rewards["c"].tolist() == pytest.approx([1.1, 1.2, 1.3]) and found.rewards["g"].tolist() == [2, 1, 2]
     with pytest.raises(RewardError, match=r"the server says: .*it is refused"):
