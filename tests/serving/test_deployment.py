@@ -76,7 +76,7 @@ async def test_haproxy_bounds_balances_and_names_clients(tmp_path):
     services = [await asyncio.start_server(serve, "127.0.0.1", 0) for _ in range(2)]
     ports, holder, pem = [it.sockets[0].getsockname()[1] for it in services], reserved(), str(tmp_path / "pem")
     url = f"127.0.0.1:{holder.getsockname()[1]}"
-    make = f"openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=x -keyout {pem} -out {pem}"
+    make = f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=x -keyout {pem} -out {pem}"
     subprocess.run(make.split(), check=True, capture_output=True)
     content = (EXAMPLES / "serving" / "haproxy.cfg").read_text()
     changes = {"bind :443": f"bind {url}", "crt /etc/haproxy/vlmrm.pem": f"crt {pem}", "maxconn 512": "maxconn 1"}
