@@ -29,11 +29,20 @@ def write(place, *rewards, script=SCRIPT):
     (place / "setup.sh").write_text(script)
     blocks = []
     for number, keys in enumerate(rewards):
-        paths = {"setup_script": f"{place}/setup.sh", "download_path": f"{place}"}
-        given = {"reward_type": f"reward{number}", **paths, "venv_python": f"{place}/venv{number}/bin/python", **keys}
-        blocks.append("[[reward_args]]\n" + "".join(f"{key} = {value!r}\n" for key, value in given.items()))
-    (place / "service.toml").write_text("\n".join(blocks).replace("False", "false"))
+        given = {
+            "reward_type": f"reward{number}",
+            "setup_script": str(place / "setup.sh"),
+            "download_path": str(place),
+            "venv_python": f"{place}/venv{number}/bin/python",
+            **keys,
+        }
+        blocks.append("[[reward_args]]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in given.items()))
+    (place / "service.toml").write_text("\n".join(blocks))
     return place / "service.toml"
+
+
+def toml(value):
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def calls(place):

@@ -91,14 +91,9 @@ def test_a_reward_that_failed_to_load_is_unhealthy():
 
 
 def test_our_client_speaks_it_pointwise_and_groupwise(server):
-    pointwise = {
-        "name": "c",
-        "reward_model": "remote_pointwise",
-        "server_url": f"{server}/characters",
-        "batch_size": 2,
-    }
+    pointwise = {"name": "c", "reward_model": "remote_pointwise", "server_url": f"{server}/characters"}
     groupwise = {"name": "g", "reward_model": "remote_groupwise", "server_url": f"{server}/group"}
-    rewards = RewardSet([pointwise, groupwise])
+    rewards = RewardSet([{**pointwise, "batch_size": 2}, groupwise])
     assert FlowFactoryClient(f"{server}/group")(["p"] * 5, image=[RED] * 5) == [5] * 5  # a request is one group
     found = rewards(prompt=["a", "bb", "ccc"], image=[RED, RED, BLUE], groups=[0, 1, 0])
     assert found.rewards["c"].tolist() == pytest.approx([1.1, 1.2, 1.3]) and found.rewards["g"].tolist() == [2, 1, 2]
