@@ -18,21 +18,6 @@
 --   P:hosts, P:beats   the health of each process's workers, and when it expires
 -- Channels: P:come carries the name of a reward that has a new job, P:over the id of a finished job.
 -- `memory_backend.py` is the same order in the memory of a process.
---
--- Why no stream of Redis: XADD, XREADGROUP, XACK and XAUTOCLAIM could deliver a job, claim it, end it, and take it from a
--- silent process, each by itself. A stream has one order, by arrival: no priority, no shares of clients by tokens, no mates
--- of a prefix, no job alone. It does not bound what waits, share the result of equal jobs, nor cancel what waits. All of
--- these change together with a delivery or not at all, so the script would remain, with the stream beside it.
---
--- Each operation, and a test that fails without it, of tests/serving/test_backends.py or, with *, test_redis.py:
---   put        test_an_equal_job_shares_results_unless_it_failed, test_the_queue_is_bounded_in_items_and_bytes
---   take       test_clients_share_tokens_by_weight, test_mates_of_a_prompt_come_along, test_one_job_is_taken_by_one_process*
---   finish     test_a_job_goes_from_queued_to_done, test_an_answer_that_is_lost_loses_no_job*
---   fail       test_jobs_of_a_silent_process_go_to_others*, as renew and reclaim
---   give_back  test_a_worker_killing_job_retries_alone_then_fails
---   cancel     test_cancel_ends_what_waits_once_nobody_wants_it
---   keep, kept            test_a_record_is_kept_for_its_time
---   announce, announced   test_a_silent_host_is_forgotten*
 
 local P, operation = KEYS[1], ARGV[1]
 local FIELDS = {'state', 'reward', 'line', 'receipt', 'items', 'bytes', 'cost', 'prefixes', 'priority', 'client',
@@ -231,6 +216,20 @@ local function take_batch(reward, budget, aging, cached, ttl, expired)
   return batch.jobs
 end
 
+-- Why no stream of Redis: XADD, XREADGROUP, XACK and XAUTOCLAIM could deliver a job, claim it, end it, and take it from a
+-- silent process, each by itself. A stream has one order, by arrival: no priority, no shares of clients by tokens, no mates
+-- of a prefix, no job alone. It does not bound what waits, share the result of equal jobs, nor cancel what waits. All of
+-- these change together with a delivery or not at all, so the script would remain, with the stream beside it.
+--
+-- Each operation, and a test that fails without it, of tests/serving/test_backends.py or, with *, test_redis.py:
+--   put        test_an_equal_job_shares_results_unless_it_failed, test_the_queue_is_bounded_in_items_and_bytes
+--   take       test_clients_share_tokens_by_weight, test_mates_of_a_prompt_come_along, test_one_job_is_taken_by_one_process*
+--   finish     test_a_job_goes_from_queued_to_done, test_an_answer_that_is_lost_loses_no_job*
+--   fail       test_jobs_of_a_silent_process_go_to_others*, as renew and reclaim
+--   give_back  test_a_worker_killing_job_retries_alone_then_fails
+--   cancel     test_cancel_ends_what_waits_once_nobody_wants_it
+--   keep, kept            test_a_record_is_kept_for_its_time
+--   announce, announced   test_a_silent_host_is_forgotten*
 local operations = {}
 
 function operations.put(id, key, reward, packed, items, cost, priority, remaining, max_items, max_bytes,
