@@ -21,6 +21,7 @@ from vlmrm.serving.backend import Job, QueueAway, State
 from vlmrm.serving.redis_backend import RedisBackend
 from vlmrm.serving.server import serve
 from vlmrm.serving.service import make_backend
+from vlmrm.serving.worker.channel import unpack
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ def _looks_at_nothing_twice(monkeypatch) -> None:
 
 
 def job(prompt: str = "a", **settings: Any) -> Job:
-    return Job("length", [{"prompt": prompt}], **settings)
+    return Job.of("length", [{"prompt": prompt}], **settings)
 
 
 @asynccontextmanager
@@ -165,7 +166,8 @@ async def test_a_sentinel_fail_over_loses_no_request(start_redis, tmp_path):
         async def compute() -> None:
             while True:
                 for one in await host.take("length", 3):
-                    await host.finish(one, [Outcome(float(one.items[0]["prompt"]))], 0.1, "r1")
+                    prompt = unpack(one.packed)["items"][0]["prompt"]
+                    await host.finish(one, [Outcome(float(prompt))], 0.1, "r1")
 
         async def ask(number: int) -> None:
             job_id = ""

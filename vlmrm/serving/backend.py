@@ -40,7 +40,8 @@ class Job:
     """The items that one request sends to one reward, scored together or not at all."""
 
     reward: str
-    items: list[Item]
+    packed: bytes  # which a worker alone opens; b"" once nobody has to
+    count: int  # items
     cost: int = 1  # estimated tokens, for the budget of a batch; a prefix that several items share counts once
     prefixes: Mapping[str, int] = field(default_factory=dict)  # by the digest of each prompt, its part of `cost`
     priority: int = 0  # higher goes first
@@ -52,14 +53,17 @@ class Job:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.time)
     attempts: int = 0  # how often a worker died or hung with it
-    packed: bytes = b""
     receipt: str = ""  # the delivery that this is, in a queue that may deliver a job again
     revisions: Sequence[str] = ()  # served now; an earlier result is reused if it is of one of them
-    size: int = field(init=False)
 
-    def __post_init__(self):
-        self.packed = self.packed or pack({"reward": self.reward, "items": self.items})
-        self.size = len(self.packed)
+    @classmethod
+    def of(cls, reward: str, items: Sequence[Item], **settings: Any) -> Job:
+        """Return a job of these items; nothing else packs them."""
+        return cls(reward, pack({"reward": reward, "items": list(items)}), len(items), **settings)
+
+    @property
+    def size(self) -> int:
+        return len(self.packed)
 
     @cached_property
     def key(self) -> str:

@@ -161,7 +161,7 @@ class FairQueue:
         return True
 
     def _count(self, job: Job, sign: int) -> None:
-        self.items += sign * len(job.items)
+        self.items += sign * job.count
         self.bytes += sign * job.size
 
 
@@ -211,7 +211,6 @@ class MemoryBackend(Backend):
                 self._finished.move_to_end(equal)
             return equal
         self._check_room(job)
-        job.packed = b""  # only a queue outside this process needs it
         self._entries[job.id] = _Entry(job, Status(State.queued))
         self._by_key[job.key] = job.id
         self._queue(job)
@@ -239,7 +238,7 @@ class MemoryBackend(Backend):
                 del idle[woken]
 
     async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float, revision: str) -> None:
-        self._paces[job.reward].append((time.monotonic(), len(job.items)))
+        self._paces[job.reward].append((time.monotonic(), job.count))
         self._finish(job, Status(State.done, outcomes=list(outcomes), seconds=seconds, revision=revision))
 
     async def fail(self, job: Job, error: str) -> None:
@@ -307,7 +306,7 @@ class MemoryBackend(Backend):
         whole = (self._limits.queue_items, self._limits.queue_bytes)
         max_items, max_bytes = self._capacity.get(job.reward, whole)
         total = sum(queue.bytes for queue in self._queues.values())
-        items, size = queue.items + len(job.items), queue.bytes + job.size
+        items, size = queue.items + job.count, queue.bytes + job.size
         if items > max_items or size > max_bytes or total + job.size > self._limits.queue_bytes:
             paces = self._paces[job.reward]
             seconds = max(paces[-1][0] - paces[0][0], 1e-3) if len(paces) > 1 else math.inf
@@ -323,7 +322,7 @@ class MemoryBackend(Backend):
     def _finish(self, job: Job, status: Status) -> None:
         entry = self._entries[job.id]
         entry.status = status
-        entry.job.items = []  # only the result is kept
+        entry.job.packed = b""  # only the result is kept
         entry.finished.set()
         self._finished[job.id] = time.monotonic()
 

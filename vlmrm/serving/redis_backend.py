@@ -189,7 +189,7 @@ class RedisBackend:
 
     async def put(self, job: Job) -> str:
         ttl = "" if job.deadline is None else job.deadline - time.monotonic()  # Redis counts by its own clock
-        content = (job.id, job.key, job.reward, job.packed, len(job.items), job.cost, job.priority, ttl)
+        content = (job.id, job.key, job.reward, job.packed, job.count, job.cost, job.priority, ttl)
         origin = (" ".join(job.revisions), json.dumps(list(job.prefixes.items())), job.client)
         origin = (*origin, job.request_id, job.wanted, job.trace)
         bounds = (*self._capacity[job.reward], self._limits.queue_bytes)
@@ -273,10 +273,10 @@ class RedisBackend:
         arguments = (reward, budget, token, self._ttl, backend.EXPIRED, backend.AGING_S, json.dumps(list(cached)))
         jobs = []
         for reply in await self._run("take", *arguments, patience=None):
-            job_id, receipt, packed, cost, priority, attempts, created, *origin = reply
+            job_id, receipt, packed, count, cost, priority, attempts, created, *origin = reply
             prefixes, client, request_id, wanted, trace = (text.decode() for text in origin)
-            content = (unpack(packed)["items"], int(cost), dict(json.loads(prefixes)), int(priority), client)
-            job = Job(reward, *content, request_id, trace, wanted, packed=packed, attempts=int(attempts))
+            content = (packed, int(count), int(cost), dict(json.loads(prefixes)), int(priority), client)
+            job = Job(reward, *content, request_id, trace, wanted, attempts=int(attempts))
             job.id, job.created, job.receipt = job_id.decode(), float(created), receipt.decode()
             self._held[job.receipt] = job.id
             jobs.append(job)

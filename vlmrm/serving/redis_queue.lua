@@ -266,7 +266,8 @@ function operations.take(reward, budget, token, ttl, expired, aging, cached)
   local jobs = {}
   for _, pair in ipairs(taken) do
     local job = redis.call('HMGET', job_key(pair[1]),
-      'receipt', 'packed', 'cost', 'priority', 'attempts', 'created', 'prefixes', 'client', 'request', 'wanted', 'trace')
+      'receipt', 'packed', 'items', 'cost', 'priority', 'attempts', 'created', 'prefixes', 'client', 'request', 'wanted',
+      'trace')
     if job[1] == pair[2] then jobs[#jobs + 1] = {pair[1], unpack(job)} end
   end
   return jobs

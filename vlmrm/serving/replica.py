@@ -25,7 +25,7 @@ from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import NOT_SERVED, Backend, Job, QueueAway
 from vlmrm.serving.memory_backend import tokens_of
 from vlmrm.serving.telemetry import Metrics, trace_batch
-from vlmrm.serving.worker.channel import redact_paths
+from vlmrm.serving.worker.channel import pack, redact_paths, unpack
 from vlmrm.serving.worker_process import CannotLoad, RewardRaised, WorkerDied, WorkerProcess
 from vlmrm.serving.worker_spec import WorkerSpec, digest
 
@@ -276,8 +276,8 @@ class Replica:
             self.metrics.record_batch(self.reward, outcomes, seconds)
             trace_batch(jobs, taken, time.time() - seconds, time.time())
             # One list of outcomes, in the order of the jobs.
-            ends = itertools.accumulate(len(job.items) for job in jobs)
-            parts = [(job, outcomes[end - len(job.items) : end]) for job, end in zip(jobs, ends, strict=True)]
+            ends = itertools.accumulate(job.count for job in jobs)
+            parts = [(job, outcomes[end - job.count : end]) for job, end in zip(jobs, ends, strict=True)]
             await asyncio.gather(*(self.backend.finish(job, part, seconds, self.revision) for job, part in parts))
         except RewardRaised as error:
             # One job's items may have failed the whole batch: each job is tried alone before its request fails.
@@ -349,15 +349,17 @@ class Replica:
         self, worker: WorkerProcess, jobs: Sequence[Job], begun: asyncio.Future[None] | None
     ) -> tuple[list[Outcome], float]:
         """Return the outcome of each item, and the seconds of computing; those of decoding are in outcomes."""
-        items, requests = _items(jobs), [job.request_id for job in jobs if job.request_id]
-        decoded = [] if self.decoder is None else await self.decoder.decode(items)
-        if decoded:
-            items = [result[0] for result in decoded if not isinstance(result, RowError)]
+        packed, requests = [job.packed for job in jobs], [job.request_id for job in jobs if job.request_id]
+        decoded: list[tuple[Item, float] | RowError] = []
+        if self.decoder is not None:
+            rows = [await self.decoder.decode(unpack(one)["items"]) for one in packed]
+            packed = [pack({"items": [it[0] for it in row if not isinstance(it, RowError)]}) for row in rows]
+            decoded = list(itertools.chain(*rows))
         outcomes, seconds = [], 0.0
-        if items:
+        if not decoded or not all(isinstance(it, RowError) for it in decoded):
             tokens = max(1, tokens_of(jobs))
             self._spare = max(0.0, tokens * min(self._spares, default=0.0) - GATHERING_S)
-            outcomes, seconds, preparing = await worker.score(items, self.spec.batch_timeout, requests, begun)
+            outcomes, seconds, preparing = await worker.score(packed, self.spec.batch_timeout, requests, begun)
             self.metrics.compute_seconds.labels(self.reward).inc(seconds)
             for what, count in worker.computed.items():
                 self.metrics.computed.labels(self.reward, what).inc(max(0.0, count - self._counted.get(what, 0.0)))
@@ -370,15 +372,6 @@ class Replica:
             Outcome(error=it.reason) if isinstance(it, RowError) else replace(next(scored), decode_seconds=it[1])
             for it in decoded
         ], seconds
-
-
-def _items(jobs: Sequence[Job]) -> list[Item]:
-    """Return the items of all jobs, with the number of the job in `group`: requests may use the same names."""
-    return [
-        item if item.get("group") is None else {**item, "group": f"{number}: {item['group']!r}"}
-        for number, job in enumerate(jobs)
-        for item in job.items
-    ]
 
 
 # Their health --------------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ class Service:
                 f"{what}, over the limit max_total_pixels of {limit}: send fewer at a time, or smaller ones."
             )
         cost, prefixes = count_prefixes(items, max_pixels) if trained else (estimate_tokens(items, max_pixels), {})
-        job = Job(reward, items, cost=cost, prefixes=prefixes, priority=priority)
+        job = Job.of(reward, items, cost=cost, prefixes=prefixes, priority=priority)
         request = current_request()
         job.client, job.wanted = request.client, request.wanted
         job.request_id, carrier = REQUEST_ID.get() or "", dict[str, str]()
@@ -291,7 +291,7 @@ class Decoder:
         return decoded, outcome.score or 0.0
 
     async def _video(self, item: Item) -> Outcome:
-        job = Job(NAME, [item])
+        job = Job.of(NAME, [item])
         key = f"{self.replica.revision} {job.key}"
         if key in self._cache:
             return self._cache[key]

@@ -21,7 +21,7 @@ from anyio.to_thread import run_sync
 import vlmrm
 from vlmrm.conversation import Outcome
 from vlmrm.errors import ConfigError
-from vlmrm.formats.wire import Item, read_outcome
+from vlmrm.formats.wire import read_outcome
 from vlmrm.serving.worker.channel import LENGTHS, pack, unpack
 from vlmrm.serving.worker_spec import WorkerSpec, revision_of, weights_on_disk
 
@@ -118,16 +118,16 @@ class WorkerProcess:
 
     async def score(
         self,
-        items: Sequence[Item],
+        jobs: Sequence[bytes],
         timeout: float,
         requests: Sequence[str] = (),
         begun: asyncio.Future[None] | None = None,
     ) -> tuple[list[Outcome], float, float]:
-        """Return the outcome of each item, and the seconds of computing and of preparing them.
+        """Return the outcome of each item of packed jobs, and the seconds of computing and of preparing them.
 
         `begun` is done once the computation begins, where the reward prepares the next items meanwhile.
         """
-        message = {"items": list(items), "requests": list(requests)}
+        message = {"jobs": list(jobs), "requests": list(requests)}
         response = await self._ask(message, timeout, f"hung for {timeout:g} s", begun)
         self.computed = response["computed"]
         return list(map(read_outcome, response["outcomes"])), response["seconds"], response["preparing"]

@@ -20,7 +20,7 @@ import traceback
 
 # The service runs this folder, not a module of vlmrm, which this environment need not have.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from channel import Channel, die_with_parent, find_secrets, redact, redact_secrets
+from channel import Channel, die_with_parent, find_secrets, redact, redact_secrets, unpack
 
 HEARTBEAT_S = 1.0
 
@@ -50,7 +50,7 @@ def main(descriptor):
     threading.Thread(target=prepare_batches, args=[engine, channel, batches], daemon=True).start()
     while (batch := batches.get()) is not None:
         message, prepared, preparing = batch
-        if hasattr(engine, "prepare") and "items" in message:  # else the service had better wait for more to compute
+        if hasattr(engine, "prepare") and message.get("items"):  # else the service had better wait for more to compute
             channel.send({"kind": "begun", "id": message["id"]})
         done = run(engine, message, prepared, secrets)
         response = {**done, "id": message["id"], "preparing": preparing}
@@ -68,8 +68,9 @@ def prepare_batches(engine, channel, batches):
         while (message := channel.receive()) is not None:
             started = time.monotonic()
             try:
-                items = message.get("items")
-                prepared = items if prepare is None or items is None else prepare(items)
+                prepared = message["items"] = read_items(message.pop("jobs", ()))
+                if prepare is not None and prepared:
+                    prepared = prepare(prepared)
             except Exception as error:
                 prepared = error
             batches.put((message, prepared, time.monotonic() - started))
@@ -77,6 +78,15 @@ def prepare_batches(engine, channel, batches):
         pass
     finally:  # also of a reward that exits: the process then ends, and does not wait for ever
         batches.put(None)
+
+
+def read_items(jobs):
+    """Return the items of packed jobs, with the number of the job in `group`: requests may use the same names."""
+    return [
+        item if item.get("group") is None else {**item, "group": f"{number}: {item['group']!r}"}
+        for number, job in enumerate(jobs)
+        for item in unpack(job)["items"]
+    ]
 
 
 def send_heartbeats(channel):
