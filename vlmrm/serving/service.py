@@ -19,7 +19,7 @@ from vlmrm.formats.wire import Item
 from vlmrm.libraries import needs
 from vlmrm.serving.backend import Backend, Job, QueueAway, State
 from vlmrm.serving.event_loop import computed, current_request, in_thread, repeat
-from vlmrm.serving.media import count_pixels, count_prefixes, estimate_tokens, has_video
+from vlmrm.serving.media import DECODED_PIXELS, SLOW_PIXELS, count_pixels, count_prefixes, estimate_tokens, has_video
 from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica, WorkerHealth, WorkerRegistry
 from vlmrm.serving.settings import DecodeSettings, Limits, RewardSettings, ServiceSettings
@@ -175,14 +175,15 @@ class Service:
     def _make_job(self, reward: str, items: list[Item], priority: int, max_pixels: int | None) -> Job:
         trained = is_trained(self.rewards[reward])  # whose scorer computes equal prompts and media once
         limit = self.settings.limits.max_total_pixels
-        pixels = count_pixels(items, once=trained)
+        pixels, decoded = count_pixels(items, once=trained)
         if pixels > limit:
             what = f"the images and frames of a request are {pixels} pixels"
             raise TooLarge(
                 f"{what}, over the limit max_total_pixels of {limit}: send fewer at a time, or smaller ones."
             )
         cost, prefixes = count_prefixes(items, max_pixels) if trained else (estimate_tokens(items, max_pixels), {})
-        job = Job.of(reward, items, cost=cost, prefixes=prefixes, priority=priority)
+        cost += decoded // DECODED_PIXELS
+        job = Job.of(reward, items, cost=cost, prefixes=prefixes, priority=priority, slow=decoded > SLOW_PIXELS)
         request = current_request()
         job.client, job.wanted = request.client, request.wanted
         job.request_id, carrier = REQUEST_ID.get() or "", dict[str, str]()
