@@ -19,6 +19,7 @@ from benchmarks.serving.swap import swap
 from benchmarks.serving.throughput import concurrent, low_load, rl_load
 from benchmarks.shapes import configuration, reward_checkpoint
 from vlmrm.scoring.loading import load_local_scorer
+from vlmrm.serving.engines import CACHE_BYTES
 
 EACH = 2
 ALONE = 40
@@ -39,7 +40,9 @@ def measure(options: argparse.Namespace) -> list[Row]:
         ):
             rows = [
                 concurrent(scorer, service, 2 if options.quick else EACH, rounds),
-                low_load(scorer, service, 3 if options.quick else ALONE),
+                low_load(
+                    load_local_scorer(checkpoint, cache_bytes=CACHE_BYTES), service, 3 if options.quick else ALONE
+                ),
                 rl_load(service, plain, 1 if options.quick else GROUPS, rounds),
                 *shuffled(scorer, service, 4 if options.quick else SHUFFLED),
                 worker_busy(scorer, service, 1 if options.quick else EACH, rounds),

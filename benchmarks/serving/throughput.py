@@ -48,7 +48,7 @@ def concurrent(scorer: LocalScorer, service: str, per_client: int, rounds: int) 
 
 
 def low_load(scorer: LocalScorer, service: str, count: int) -> Row:
-    """Time one conversation at a time, by the scorer and the service in turn."""
+    """Time one conversation at a time, in turn by the service and a scorer that keeps as much as its own."""
     seconds: dict[str, list[float]] = {"offline": [], "service": []}
 
     async def ask() -> None:
@@ -65,7 +65,8 @@ def low_load(scorer: LocalScorer, service: str, count: int) -> Row:
     asyncio.run(ask())
     medians = {name: 1000 * statistics.median(times[1:]) for name, times in seconds.items()}
     added = medians["service"] - medians["offline"]
-    return row("low_load", added, "ms added", at_most=ADDED_MS, offline_ms=medians["offline"])
+    details = {"offline_ms": medians["offline"], "offline_cache_bytes": scorer.cache.limit}
+    return row("low_load", added, "ms added", at_most=ADDED_MS, **details)
 
 
 def rl_load(service: str, plain: str, groups: int, rounds: int) -> Row:

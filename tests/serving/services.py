@@ -25,8 +25,6 @@ HERE = str(Path(__file__).parent)
 
 # Of two services with one queue: one looks ten times a second what is served, and forgets nobody so soon who serves.
 ATTENTIVE, TALKATIVE = {"silence": 1.0}, {"silence": 20.0}
-
-
 LONGEST_S = 300.0  # of a wait: the machine may be busy
 
 

@@ -16,8 +16,9 @@ from tests.serving.services import fake, in_loop, settings_of
 from vlmrm.conversation import Outcome
 from vlmrm.serving import backend as serving_backend
 from vlmrm.serving import memory_backend, redis_backend
-from vlmrm.serving.backend import Backend, Job, Overloaded, State
+from vlmrm.serving.backend import Backend, Job, Overloaded, State, queues
 from vlmrm.serving.service import make_backend
+from vlmrm.serving.worker.channel import unpack
 
 Backends = Callable[..., AbstractAsyncContextManager[Backend]]
 
@@ -70,7 +71,7 @@ def backends(server) -> Backends:
 
 
 def job(prompt: str = "a", reward: str = "length", **settings: Any) -> Job:
-    return Job(reward, [{"prompt": prompt}], **{"revisions": ["r1"], **settings})
+    return Job.of(reward, [{"prompt": prompt}], **{"revisions": ["r1"], **settings})
 
 
 async def put_all(backend: Backend, *named: str, **settings: Any) -> list[str]:
@@ -82,7 +83,7 @@ async def batches(backend: Backend, budget: int, count: int) -> list[list[str]]:
 
 
 def prompts(jobs: list[Job]) -> list[str]:
-    return [item["prompt"] for one in jobs for item in one.items]
+    return [item["prompt"] for one in jobs for item in unpack(one.packed)["items"]]
 
 
 async def is_waiting(task: asyncio.Task[Any]) -> bool:
@@ -93,14 +94,12 @@ async def is_waiting(task: asyncio.Task[Any]) -> bool:
 @in_loop
 async def test_a_job_goes_from_queued_to_done(backends):
     async with backends() as backend:
-        given = Job("length", [{"prompt": "a", "image": {"bytes": b"\x00\xff"}}, {"prompt": "b"}], cost=7, priority=3)
-        given.prefixes, given.client, given.request_id, given.wanted = {"é": 5}, "one", "two", "r1"
-        given.trace = "00-1-2-01"
+        origin = {"prefixes": {"é": 5}, "client": "one", "request_id": "two", "wanted": "r1", "trace": "00-1-2-01"}
+        given = Job.of("length", [{"prompt": "a", "image": b"\xff"}, {"prompt": "b"}], cost=7, priority=3, **origin)
         assert await backend.put(given) == given.id
         assert (await backend.status(given.id)).state is State.queued
         [taken] = await backend.take("length", 1000)
-        origin = ("prefixes", "client", "request_id", "wanted", "trace")
-        for name in ("id", "reward", "items", "cost", "priority", "attempts", "size", "key", *origin):
+        for name in ("id", "reward", "packed", "count", "cost", "priority", "attempts", "size", "key", *origin):
             assert getattr(taken, name) == getattr(given, name), name
         assert (await backend.status(given.id)).state is State.running
         await backend.finish(taken, [Outcome(1.5, extra={"why": "ü"}), Outcome(error="no")], 0.25, "r1")
@@ -144,13 +143,13 @@ async def test_a_result_is_shared_only_for_its_revision(backends):
 @in_loop
 async def test_the_queue_is_bounded_in_items_and_bytes(backends):
     async with backends(queue_items=3) as backend:
-        await backend.put(Job("length", [{"prompt": "a"}, {"prompt": "b"}]))
+        await backend.put(Job.of("length", [{"prompt": "a"}, {"prompt": "b"}], slow=True))
         with pytest.raises(Overloaded, match="the queue of length is full, with 2 items") as refused:
-            await backend.put(Job("length", [{"prompt": "c"}, {"prompt": "d"}]))
+            await backend.put(Job.of("length", [{"prompt": "c"}, {"prompt": "d"}]))
         assert refused.value.retry_after >= 1
         await backend.put(job("c"))
-        await backend.take("length", 1000)  # what runs does not wait
-        await backend.put(Job("length", [{"prompt": "c"}, {"prompt": "d"}]))
+        assert len(await backend.take(queues("length")[1], 1000)) == 1  # what runs does not wait
+        await backend.put(Job.of("length", [{"prompt": "c"}, {"prompt": "d"}]))
     large = job("a" * 1000, reward="other")
     async with backends(queue_bytes=2 * large.size + 10) as backend:
         await backend.put(large)
@@ -179,9 +178,7 @@ async def test_take_fills_the_budget_with_at_least_one(backends):
     async with backends() as backend:
         for prompt, cost in (("a", 9), ("b", 2), ("c", 2), ("d", 2)):
             await backend.put(job(prompt, cost=cost))
-        assert prompts(await backend.take("length", 4)) == ["a"]
-        assert prompts(await backend.take("length", 4)) == ["b", "c"]
-        assert prompts(await backend.take("length", 4)) == ["d"]
+        assert await batches(backend, 4, 3) == [["a"], ["b", "c"], ["d"]]
 
 
 @in_loop
@@ -238,8 +235,7 @@ async def test_mates_of_a_prompt_come_along(backends):
 async def test_a_worker_killing_job_retries_alone_then_fails(backends):
     async with backends() as backend:
         bad = await backend.put(job("bad"))
-        for prompt in "ab":
-            await backend.put(job(prompt))
+        await put_all(backend, *"ab")
         await backend.requeue(await backend.take("length", 1), "the worker died")
         alone = await backend.take("length", 1000)
         assert prompts(alone) == ["bad"] and alone[0].attempts == 1

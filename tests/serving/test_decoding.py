@@ -28,9 +28,8 @@ def test_a_video_equals_what_the_autoencoder_decodes(vae_folder):
     video = np.load(io.BytesIO(outcome["extra"]["video"]))
 
     vae = diffusers.AutoencoderKLWan.from_pretrained(vae_folder).eval()
-    raw = torch.stack(
-        [torch.from_numpy(latents[c]) * vae.config.latents_std[c] + vae.config.latents_mean[c] for c in range(16)]
-    )
+    of = vae.config
+    raw = torch.stack([torch.from_numpy(latents[c]) * of.latents_std[c] + of.latents_mean[c] for c in range(16)])
     with torch.no_grad():
         expected = vae.decode(raw[None]).sample[0]  # [3, T, H, W] in [-1, 1]
     expected = ((expected + 1) / 2 * 255).numpy().astype(np.uint8).transpose(1, 0, 2, 3)
@@ -44,9 +43,8 @@ def test_undecodable_latents_are_told_apart(vae_folder):
     decoder = WanDecoder(vae_folder, dtype="float32", device="cpu")
     broken = latents_of()
     broken[0, 0, 0, 0] = np.inf
-    wrong, infinite, good = decoder(
-        [{"latents": npy(one)} for one in (latents_of(shape=(48, 1, 2, 2)), broken, latents_of(shape=(16, 1, 1, 1)))]
-    )
+    given = latents_of(shape=(48, 1, 2, 2)), broken, latents_of(shape=(16, 1, 1, 1))
+    wrong, infinite, good = decoder([{"latents": npy(one)} for one in given])
     assert wrong == {"error": "its latents are [48, 1, 2, 2], and the decoder's are [16, T, H, W]"}
     assert infinite == {"error": "its latents have values that are not finite"}
     assert np.load(io.BytesIO(good["extra"]["video"])).shape == (1, 3, 8, 8)

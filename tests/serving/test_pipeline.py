@@ -9,7 +9,6 @@ import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import httpx2 as httpx
 import psutil
@@ -17,12 +16,14 @@ import pytest
 from PIL import Image as Pillow
 
 from tests.serving.hosts import until
+from tests.serving.sent_media import data_uri, png
 from tests.serving.services import Gate, eventually, fake, in_loop, rewards, running
 from vlmrm.conversation import Conversation, Image, Message
 from vlmrm.errors import MediaError
 from vlmrm.modeling import load_processor
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.serving import preparing
+from vlmrm.serving import service as serving_service
 from vlmrm.serving.preparing import MediaProcesses
 from vlmrm.serving.service import Service
 
@@ -31,14 +32,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # o
 
 @asynccontextmanager
 async def two_batches(
-    folder: Path, second: str, **settings: Any
+    folder: Path, second: str
 ) -> AsyncGenerator[tuple[Service, Gate, Callable[[], Awaitable[list[httpx.Response]]]]]:
     """A worker that computes a batch, at the gate, and prepares that of the prompt `second` meanwhile."""
     log, gate = folder / "log", Gate(folder)
-    async with running(fake(engine="fake_reward.Prepared", options={"log": str(log)}, **settings)) as (
-        service,
-        client,
-    ):
+    async with running(fake(engine="fake_reward.Prepared", options={"log": str(log)})) as (service, client):
         first = asyncio.create_task(rewards(client, gate.prompt))
         await gate.reached()
         asked = asyncio.create_task(rewards(client, second))
@@ -87,6 +85,19 @@ async def test_what_killed_a_worker_is_retried_alone(tmp_path):
         good, bad = await answers()
         assert score_of(good) == len(gate.prompt)
         assert "ended by SIGKILL, for the second time" in bad.json()["error"]["message"]
+
+
+@in_loop
+async def test_a_slow_preparation_holds_nothing_else_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving_service, "SLOW_PIXELS", 0)
+    gate = Gate(tmp_path)
+    shown = {"prompt": f"prepare: {gate.prompt}", "image": data_uri(png())}
+    async with running(fake(engine="fake_reward.Prepared", options={"log": str(tmp_path / "log")})) as (_, client):
+        slow = asyncio.create_task(client.post("/v1/rewards", json={"items": [shown]}))
+        await gate.reached()
+        assert [score_of(await rewards(client, prompt)) for prompt in ("a", "bb")] == [1, 2]
+        gate.open()
+        assert score_of(await slow) == len(shown["prompt"])
 
 
 # The processes that decode and resize media -------------------------------------------------------------------------

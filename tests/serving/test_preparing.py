@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -36,13 +37,9 @@ def write(place, *rewards, script=SCRIPT):
             "venv_python": f"{place}/venv{number}/bin/python",
             **keys,
         }
-        blocks.append("[[reward_args]]\n" + "".join(f"{key} = {toml(value)}\n" for key, value in given.items()))
+        blocks.append("[[reward_args]]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in given.items()))
     (place / "service.toml").write_text("\n".join(blocks))
     return place / "service.toml"
-
-
-def toml(value):
-    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def calls(place):

@@ -14,10 +14,11 @@ import redis.exceptions
 
 from tests.serving.redis_server import RedisServer
 from tests.serving.services import ATTENTIVE, TALKATIVE, eventually, fake, in_loop, rewards, running, settings_of
+from tests.serving.test_backends import job, prompts
 from vlmrm.conversation import Outcome
 from vlmrm.errors import ConfigError
 from vlmrm.serving import redis_backend
-from vlmrm.serving.backend import Job, QueueAway, State
+from vlmrm.serving.backend import QueueAway, State
 from vlmrm.serving.redis_backend import RedisBackend
 from vlmrm.serving.server import serve
 from vlmrm.serving.service import make_backend
@@ -27,10 +28,6 @@ from vlmrm.serving.service import make_backend
 def _looks_at_nothing_twice(monkeypatch) -> None:
     """Who waits for something in Redis is woken, or not at all."""
     monkeypatch.setattr(redis_backend, "POLL_S", 600.0)
-
-
-def job(prompt: str = "a", **settings: Any) -> Job:
-    return Job("length", [{"prompt": prompt}], **settings)
 
 
 @asynccontextmanager
@@ -167,7 +164,7 @@ async def test_a_sentinel_fail_over_loses_no_request(start_redis, tmp_path):
         async def compute() -> None:
             while True:
                 for one in await host.take("length", 3):
-                    await host.finish(one, [Outcome(float(one.items[0]["prompt"]))], 0.1, "r1")
+                    await host.finish(one, [Outcome(float(*prompts([one])))], 0.1, "r1")
 
         async def ask(number: int) -> None:
             job_id = ""

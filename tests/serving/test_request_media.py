@@ -188,10 +188,11 @@ async def test_an_unusable_video_option_costs_its_item_alone(options):
 
 def test_all_media_of_an_item_are_counted():
     item = {"prompt": "a", "image": {"bytes": bitmap(8192)}, "video": {"bytes": clip()}, "metadata": {"type": "video"}}
-    assert count_pixels(item) > 8192**2 and count_pixels({**item, "metadata": {"npy": 5}}) > 8192**2
+    assert count_pixels(item)[0] > 8192**2 and count_pixels({**item, "metadata": {"npy": 5}})[0] > 8192**2
+    assert count_pixels([{"video": {"bytes": clip()}}, {"prompt": "a"}])[1] == 8 * 56**2
 
 
 @pytest.mark.parametrize(("shape", "frames", "scale"), [((16, 3, 4, 5), 9, 8), ((48, 3, 4, 5), 9, 16)])
 def test_latents_count_as_their_decoded_frames(shape, frames, scale):
     latents = npy(np.zeros(shape, np.float16))
-    assert count_pixels({"prompt": "a", "latents": {"npy": latents}}) == frames * (4 * scale) * (5 * scale)
+    assert count_pixels({"prompt": "a", "latents": {"npy": latents}}) == (frames * (4 * scale) * (5 * scale),) * 2

@@ -45,10 +45,12 @@ async def test_only_a_request_killing_two_workers_fails():
         assert innocent.json()["data"][0]["score"] == 3
 
 
+@pytest.mark.parametrize(("engine", "what"), [("Length", "hang"), ("Prepared", "hang"), ("Prepared", "prepare: hang")])
 @in_loop
-async def test_a_worker_that_hangs_counts_as_dead():
-    async with running(fake(batch_timeout=0.3)) as (_, client):
-        answer = await rewards(client, "hang")
+async def test_a_worker_that_hangs_counts_as_dead(tmp_path, engine, what):
+    reward = fake(engine=f"fake_reward.{engine}", options={"log": str(tmp_path / "log")}, batch_timeout=0.3)
+    async with running(reward) as (_, client):
+        answer = await rewards(client, what)
     assert answer.status_code == 500
     assert "hung for 0.3 s, for the second time" in answer.json()["error"]["message"]
 

@@ -315,8 +315,8 @@ def _read_video(reference: Any, options: dict[str, Any]) -> tuple[_Frames, dict[
     return frames, {"fps": rate, "frames_indices": indices, "total_num_frames": count}
 
 
-def video_pixels(data: bytes, options: Mapping[str, Any], frame_pixels: int = 0) -> int:
-    """Return an upper bound of the pixels in memory while a video file is read, from its headers and packets.
+def video_pixels(data: bytes, options: Mapping[str, Any], frame_pixels: int = 0) -> tuple[int, int]:
+    """Return bounds of the pixels in memory while a video file is read, and of those decoded, by headers and packets.
 
     A frame is resized as it is decoded, so at most two are in memory at full size; `frame_pixels` are those of a
     resized one, if the options set them. With any option that sets the number of frames all count, else 2 a second.
@@ -326,14 +326,14 @@ def video_pixels(data: bytes, options: Mapping[str, Any], frame_pixels: int = 0)
     try:
         with av.open(io.BytesIO(data), "r", options={"protocol_whitelist": "none"}) as container:
             stream = container.streams.video[0]
-            frames = sum(packet.size > 0 for packet in container.demux(stream))
+            frames = packets = sum(packet.size > 0 for packet in container.demux(stream))
             default = not any(options.get(name) for name in FRAME_COUNT_OPTIONS)
             if default and (rate := float(stream.average_rate or 0)) > 2:
                 frames = min(frames, math.ceil(2 * frames / rate) + 2)
             size = stream.codec_context.width * stream.codec_context.height
-            return min(frames, 2) * size + frames * max(min(size, FRAME_PIXELS[1]), frame_pixels)
+            return min(frames, 2) * size + frames * max(min(size, FRAME_PIXELS[1]), frame_pixels), packets * size
     except (av.error.FFmpegError, OSError, ValueError, IndexError, AssertionError):
-        return 0  # decoding it will raise a better error
+        return 0, 0  # decoding it will raise a better error
 
 
 def encoded_media(reference: Any, kind: str) -> bytes:

@@ -22,6 +22,12 @@ GIVEN_UP = "for the second time with this request: it is not tried again"
 EXPIRED = "its deadline had passed before it was begun"
 NOT_SERVED = "the revision that it demands was no longer served when its turn came"
 CANCELLED = "it was cancelled"
+SLOW = "\nslow"  # ends the name of the queue of what takes long to prepare
+
+
+def queues(reward: str) -> tuple[str, str]:
+    """Return the names of a reward's two queues: of what is prepared quickly, and of what takes long."""
+    return reward, reward + SLOW
 
 
 class State(StrEnum):
@@ -40,8 +46,9 @@ class Job:
     """The items that one request sends to one reward, scored together or not at all."""
 
     reward: str
-    items: list[Item]
-    cost: int = 1  # estimated tokens, for the budget of a batch; a prefix that several items share counts once
+    packed: bytes  # which a worker alone opens; b"" once nobody has to
+    count: int  # items
+    cost: int = 1  # estimated tokens and decoding, for the budget of a batch; what several items share counts once
     prefixes: Mapping[str, int] = field(default_factory=dict)  # by the digest of each prompt, its part of `cost`
     priority: int = 0  # higher goes first
     client: str = ""  # whose fair share of the reward it counts against
@@ -52,15 +59,23 @@ class Job:
     deadline: float | None = None  # of `time.monotonic`, after which it is not begun
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.time)
+    slow: bool = False  # to prepare: nothing quick waits for it
     attempts: int = 0  # how often a worker died or hung with it
-    packed: bytes = b""
     receipt: str = ""  # the delivery that this is, in a queue that may deliver a job again
     revisions: Sequence[str] = ()  # served now; an earlier result is reused if it is of one of them
-    size: int = field(init=False)
 
-    def __post_init__(self):
-        self.packed = self.packed or pack({"reward": self.reward, "items": self.items})
-        self.size = len(self.packed)
+    @classmethod
+    def of(cls, reward: str, items: Sequence[Item], **settings: Any) -> Job:
+        """Return a job of these items; nothing else packs them."""
+        return cls(reward, pack({"reward": reward, "items": list(items)}), len(items), **settings)
+
+    @property
+    def size(self) -> int:
+        return len(self.packed)
+
+    @property
+    def queue(self) -> str:
+        return queues(self.reward)[self.slow]
 
     @cached_property
     def key(self) -> str:
@@ -128,8 +143,8 @@ class Backend(Protocol):
         A finished job is shared only if no item has an error, and its result is of one of the job's `revisions`.
         """
 
-    async def take(self, reward: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
-        """Wait for jobs of a reward and take the first ones, up to `budget` tokens and at least one.
+    async def take(self, queue: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
+        """Wait for jobs in one of the `queues` and take the first ones, up to `budget` tokens and at least one.
 
         Jobs that were given back come first; one that a worker died with comes alone. Then goes the highest priority,
         yet every `AGING_S` at most one batch begins with the one that has waited longest. Within a priority clients

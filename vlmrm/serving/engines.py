@@ -6,21 +6,22 @@ import io
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from vlmrm.conversation import Conversation, Outcome
+from vlmrm.data.media import media_round
 from vlmrm.errors import CheckpointError, ConfigError, RowError
 from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.wire import Item, WireOutcome, write_outcome
 from vlmrm.libraries import needs, parse_dtype
-from vlmrm.rendering import Rendered
+from vlmrm.rendering import ProcessedMedia, Rendered
 from vlmrm.rewards.items import reward_items
 from vlmrm.rewards.registry import reward_arguments
 from vlmrm.rewards.reward_set import Models
@@ -29,6 +30,8 @@ from vlmrm.scoring.loading import SCORER_OPTIONS, load_local_scorer
 from vlmrm.serving.media import conversation_of, read_npy, with_arrays
 from vlmrm.serving.preparing import MediaProcesses
 from vlmrm.settings import did_you_mean
+
+CACHE_BYTES = 2**30
 
 
 class ScorerEngine:
@@ -43,7 +46,7 @@ class ScorerEngine:
         *,
         custom_prompt: str = PROMPT_SLOT,
         system: Any = None,
-        cache_bytes: int = 2**30,
+        cache_bytes: int = CACHE_BYTES,
         processes: int = min(4, os.cpu_count() or 1),
         **options: Any,
     ):
@@ -58,6 +61,7 @@ class ScorerEngine:
             sys.stderr.write("images and videos are prepared in a thread: the processor has code of its own\n")
             self.processes = None
         self.template = PromptTemplate(custom_prompt, system)
+        self._rendering = threading.Lock()  # a tokenizer has one caller at a time
         self.computed = {"tokens": 0, "pictures": 0}  # since it was loaded
         self._count_work(self.scorer.model)
         info = self.scorer.loaded.info
@@ -71,11 +75,14 @@ class ScorerEngine:
         }
 
     def prepare(self, items: Sequence[Item]) -> list[Rendered | RowError]:
-        """Return the items as tokens and pixels, or their errors; another thread may `compute` meanwhile."""
-        if self.processes is None:
-            return self.scorer.rendered(items, partial(conversation_of, template=self.template))
-        rows, media = self.processes.process(map(self._row, items))
-        return self.scorer.rendered(rows, _raise_error, media)
+        """Return the items as tokens and pixels, or their errors; other threads may do so or `compute` meanwhile."""
+        with media_round():
+            rows, media = list(map(self._row, items)), dict[str, ProcessedMedia]()
+            if self.processes is not None:
+                rows, media = self.processes.process(rows)
+            rows = [self._with_media(row, media) for row in rows]
+            with self._rendering:
+                return self.scorer.rendered(rows, _raise_error, media)
 
     def compute(self, prepared: Sequence[Rendered | RowError]) -> list[WireOutcome]:
         scores = self.scorer.score_rendered(prepared)
@@ -111,6 +118,14 @@ class ScorerEngine:
             return conversation_of(item, self.template)
         except RowError as error:
             return error
+
+    def _with_media(self, row: Conversation | RowError, media: dict[str, ProcessedMedia]) -> Conversation | RowError:
+        """Return the row, with what it shows in `media`, or the error of that."""
+        try:
+            self.scorer.renderer.process(_raise_error(row).messages, media)
+        except RowError as error:
+            return error
+        return row
 
 
 def _raise_error(row: Conversation | RowError) -> Conversation:

@@ -204,6 +204,8 @@ def _medium(value: Any) -> Any:
 # Their cost ----------------------------------------------------------------------------------------------------------
 
 PATCH_PIXELS = 28 * 28  # of a token of an image
+DECODED_PIXELS = 2**15  # which take about as long as a token
+SLOW_PIXELS = 2**24  # which take about a third of a second
 
 
 def estimate_tokens(item: Any, max_pixels: int | None = None) -> int:
@@ -270,30 +272,33 @@ def has_video(item: Any) -> bool:
     return any(map(has_video, children(item)))
 
 
-def count_pixels(items: Any, *, once: bool = False) -> int:
-    """Return how many pixels are decoded to score items, by their media's headers; equal media count `once`."""
+def count_pixels(items: Any, *, once: bool = False) -> tuple[int, int]:
+    """Return how many pixels items have in memory, and how many are decoded, by headers; equal media count `once`."""
     media = _media(items, once)
-    return sum(itertools.starmap(_pixels, dict.fromkeys(media) if once else media))
+    counts = [*itertools.starmap(_pixels, dict.fromkeys(media) if once else media)]
+    return sum(held for held, _ in counts), sum(decoded for _, decoded in counts)
 
 
 # Of a medium: its content, the options of its part of a message, and the least pixels with which a frame is decoded.
 Medium = tuple[str, Any, tuple[tuple[str, Any], ...], int]
 
 
-def _pixels(kind: str, content: Any, options: tuple[tuple[str, Any], ...], least: int) -> int:
+def _pixels(kind: str, content: Any, options: tuple[tuple[str, Any], ...], least: int) -> tuple[int, int]:
     if kind == "array":
-        return len(content) // 3
+        return len(content) // 3, 0
     if kind == "latents":
         try:
-            return math.prod(decoded_size(view_npy(content).shape))
+            pixels = math.prod(decoded_size(view_npy(content).shape))
         except (MediaError, ValueError):  # the decoder refuses it by name
-            return len(content)
-    if kind == "frames":
-        return sum(max(_image_pixels(file), least) for file in content)
-    try:
-        return _image_pixels(content)
-    except MediaError:
-        return video_pixels(content, dict(options), max(least, FRAME_PIXELS[0]))
+            pixels = len(content)
+    elif kind == "frames":
+        pixels = sum(max(_image_pixels(file), least) for file in content)
+    else:
+        try:
+            pixels = _image_pixels(content)
+        except MediaError:
+            return video_pixels(content, dict(options), max(least, FRAME_PIXELS[0]))
+    return pixels, pixels
 
 
 def _image_pixels(image: bytes) -> int:

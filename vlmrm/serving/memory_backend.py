@@ -15,7 +15,7 @@ from cachetools import TLRUCache
 
 from vlmrm.conversation import Outcome
 from vlmrm.serving import backend
-from vlmrm.serving.backend import Backend, Job, Overloaded, State, Status, has_errors
+from vlmrm.serving.backend import Backend, Job, Overloaded, State, Status, has_errors, queues
 from vlmrm.serving.settings import Limits
 
 FORGOTTEN = 1000  # clients without a job whose shares are remembered, above which only those ahead are
@@ -65,7 +65,7 @@ def tokens_of(jobs: Sequence[Job]) -> int:
 
 
 class FairQueue:
-    """The jobs that wait for one reward; `Backend.take` defines their order."""
+    """The jobs that wait in one queue; `Backend.take` defines their order."""
 
     def __init__(self) -> None:
         self.items = self.bytes = 0
@@ -161,7 +161,7 @@ class FairQueue:
         return True
 
     def _count(self, job: Job, sign: int) -> None:
-        self.items += sign * len(job.items)
+        self.items += sign * job.count
         self.bytes += sign * job.size
 
 
@@ -189,7 +189,7 @@ class MemoryBackend(Backend):
         self._entries: dict[str, _Entry] = {}
         self._by_key: dict[str, str] = {}
         self._queues: dict[str, FairQueue] = defaultdict(FairQueue)
-        # By reward, the workers that wait for a job, and the prefixes that they have.
+        # By queue, the workers that wait for a job, and the prefixes that they have.
         self._idle: dict[str, dict[asyncio.Future[None], Collection[str]]] = defaultdict(dict)
         self._finished: OrderedDict[str, float] = OrderedDict()  # job id to when it finished, the oldest first
         # By reward, when items were done and how many.
@@ -211,15 +211,14 @@ class MemoryBackend(Backend):
                 self._finished.move_to_end(equal)
             return equal
         self._check_room(job)
-        job.packed = b""  # only a queue outside this process needs it
         self._entries[job.id] = _Entry(job, Status(State.queued))
         self._by_key[job.key] = job.id
         self._queue(job)
         return job.id
 
-    async def take(self, reward: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
+    async def take(self, queue: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
         while True:
-            batch = self._queues[reward].take(budget, cached)
+            batch = self._queues[queue].take(budget, cached)
             for job in batch.late:
                 self._finish(job, Status(State.failed, error=backend.EXPIRED))
             for job in batch.jobs:
@@ -227,7 +226,7 @@ class MemoryBackend(Backend):
             if batch.jobs:
                 return batch.jobs
             # Nothing is awaited since `take`, so no job can have come unseen.
-            idle = self._idle[reward]
+            idle = self._idle[queue]
             woken = asyncio.get_running_loop().create_future()
             idle[woken] = cached
             try:
@@ -239,7 +238,7 @@ class MemoryBackend(Backend):
                 del idle[woken]
 
     async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float, revision: str) -> None:
-        self._paces[job.reward].append((time.monotonic(), len(job.items)))
+        self._paces[job.reward].append((time.monotonic(), job.count))
         self._finish(job, Status(State.done, outcomes=list(outcomes), seconds=seconds, revision=revision))
 
     async def fail(self, job: Job, error: str) -> None:
@@ -281,7 +280,7 @@ class MemoryBackend(Backend):
         entry.waiters = max(entry.waiters - 1, 0)
         if entry.waiters or entry.status.state is not State.queued:
             return False  # another request waits for it, or it runs
-        self._queues[entry.job.reward].remove(entry.job)
+        self._queues[entry.job.queue].remove(entry.job)
         self._finish(entry.job, Status(State.cancelled, error=backend.CANCELLED))
         return True
 
@@ -290,8 +289,8 @@ class MemoryBackend(Backend):
         return Counter(entry.job.reward for entry in self._entries.values() if entry.waiters)
 
     async def depth(self, reward: str) -> tuple[int, int]:
-        queue = self._queues[reward]
-        return len(queue), queue.bytes
+        both = [self._queues[name] for name in queues(reward)]
+        return sum(map(len, both)), sum(queue.bytes for queue in both)
 
     async def save_record(self, name: str, record: dict[str, Any], ttl: float) -> None:
         self._records[name] = ttl, record
@@ -303,27 +302,28 @@ class MemoryBackend(Backend):
         return {}  # there is no other process
 
     def _check_room(self, job: Job) -> None:
-        queue = self._queues[job.reward]
+        both = [self._queues[name] for name in queues(job.reward)]
+        has_items, has_bytes = sum(queue.items for queue in both), sum(queue.bytes for queue in both)
         whole = (self._limits.queue_items, self._limits.queue_bytes)
         max_items, max_bytes = self._capacity.get(job.reward, whole)
         total = sum(queue.bytes for queue in self._queues.values())
-        items, size = queue.items + len(job.items), queue.bytes + job.size
+        items, size = has_items + job.count, has_bytes + job.size
         if items > max_items or size > max_bytes or total + job.size > self._limits.queue_bytes:
             paces = self._paces[job.reward]
             seconds = max(paces[-1][0] - paces[0][0], 1e-3) if len(paces) > 1 else math.inf
             pace = sum(items for _, items in paces) / seconds
-            raise Overloaded(job.reward, queue.items, queue.bytes, total, pace)
+            raise Overloaded(job.reward, has_items, has_bytes, total, pace)
 
     def _queue(self, job: Job, *, returned: bool = False) -> None:
-        self._queues[job.reward].push(job, returned=returned)
-        idle = self._idle[job.reward]
+        self._queues[job.queue].push(job, returned=returned)
+        idle = self._idle[job.queue]
         has_it = [woken for woken, cached in idle.items() if not job.prefixes.keys().isdisjoint(cached)]
         _wake(has_it[:1] if has_it and not has_it[0].done() else idle)
 
     def _finish(self, job: Job, status: Status) -> None:
         entry = self._entries[job.id]
         entry.status = status
-        entry.job.items = []  # only the result is kept
+        entry.job.packed = b""  # only the result is kept
         entry.finished.set()
         self._finished[job.id] = time.monotonic()
 

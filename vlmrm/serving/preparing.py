@@ -39,7 +39,7 @@ Row = Conversation | RowError
 
 
 class MediaProcesses:
-    """Up to `count` processes for the media of conversations, started when they are needed.
+    """Up to `count` processes for the media of a call, started when they are needed; threads may call side by side.
 
     Make it before this process has threads and a GPU, neither of which a fork survives, and then `start` it.
     """
@@ -50,7 +50,7 @@ class MediaProcesses:
             _run(_fork_processes, remote)
         remote.close()
         self._asking = threading.Lock()
-        self._threads = ThreadPoolExecutor(count)
+        self._count = count
         self._idle: queue.SimpleQueue[_MediaProcess] = queue.SimpleQueue()
 
     def start(self, renderer: Renderer) -> bool:
@@ -78,7 +78,9 @@ class MediaProcesses:
             except RowError as error:
                 rows[number] = error
         media: dict[str, ProcessedMedia] = {}
-        for key, result in zip(wanted, self._threads.map(self._one, wanted, wanted.values()), strict=True):
+        with ThreadPoolExecutor(self._count) as threads:
+            results = list(threads.map(self._one, wanted, wanted.values()))
+        for key, result in zip(wanted, results, strict=True):
             if isinstance(result, ProcessedMedia):
                 media[key] = result
                 continue

@@ -26,7 +26,7 @@ from vlmrm.conversation import Outcome
 from vlmrm.errors import ConfigError
 from vlmrm.formats.wire import read_outcome, write_outcome
 from vlmrm.serving import backend
-from vlmrm.serving.backend import Job, Overloaded, QueueAway, State, Status, has_errors
+from vlmrm.serving.backend import SLOW, Job, Overloaded, QueueAway, State, Status, has_errors
 from vlmrm.serving.event_loop import repeat
 from vlmrm.serving.settings import ServiceSettings
 from vlmrm.serving.worker.channel import pack, unpack
@@ -84,9 +84,9 @@ class RedisBackend:
         # Of jobs that are given back.
         self._ending = (backend.MAX_ATTEMPTS, backend.GIVEN_UP, backend.CANCELLED, self._ttl)
         self._held: dict[str, str] = {}  # jobs that this process took and has not finished, by receipt
-        self._queued: dict[str, asyncio.Event] = {}  # by reward
+        self._queued: dict[str, asyncio.Event] = {}  # by queue
         self._finished: dict[str, set[asyncio.Event]] = defaultdict(set)  # by job, an event for each waiting request
-        self._rewards: set[str] = set()  # that workers of this process compute
+        self._queues: set[str] = set()  # that workers of this process take from
         self._loops: list[asyncio.Task[None]] = []
         self._takes: set[asyncio.Task[Any]] = set()
 
@@ -182,16 +182,16 @@ class RedisBackend:
             logger.warning("Redis drops keys when its memory is full: set maxmemory-policy noeviction.")
 
     def _on_message(self, channel: str, name: str) -> None:
-        """Wake what waits for a job of the reward `name`, or for the end of the job `name`."""
+        """Wake what waits for a job in the queue `name`, or for the end of the job `name`."""
         queued = self._queued.pop(name, None) if channel == "come" else None
         for event in [queued] if queued is not None else self._finished.get(name, ()):
             event.set()
 
     async def put(self, job: Job) -> str:
         ttl = "" if job.deadline is None else job.deadline - time.monotonic()  # Redis counts by its own clock
-        content = (job.id, job.key, job.reward, job.packed, len(job.items), job.cost, job.priority, ttl)
+        content = (job.id, job.key, job.reward, job.packed, job.count, job.cost, job.priority, ttl)
         origin = (" ".join(job.revisions), json.dumps(list(job.prefixes.items())), job.client)
-        origin = (*origin, job.request_id, job.wanted, job.trace, job.weight)
+        origin = (*origin, job.request_id, job.wanted, job.trace, SLOW if job.slow else "", job.weight)
         bounds = (*self._capacity[job.reward], self._limits.queue_bytes)
         arguments = (*content, *bounds, self._ttl, *origin)
         if self._replicated and time.monotonic() - self._no_replica >= PING_S:
@@ -253,11 +253,11 @@ class RedisBackend:
         client, key = self._client, f"{self._prefix}:{key}"
         return await self._retry(lambda: client.hmget(key, list(names)), PATIENCE_S)
 
-    async def take(self, reward: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
-        self._rewards.add(reward)
+    async def take(self, queue: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
+        self._queues.add(queue)
         while True:
-            queued = self._queued.setdefault(reward, asyncio.Event())  # a new one after each message
-            taking = self._spawn(self._take(reward, budget, cached))
+            queued = self._queued.setdefault(queue, asyncio.Event())  # a new one after each message
+            taking = self._spawn(self._take(queue, budget, cached))
             try:
                 if jobs := await asyncio.shield(taking):
                     return jobs
@@ -268,15 +268,16 @@ class RedisBackend:
             with move_on_after(POLL_S):
                 await queued.wait()
 
-    async def _take(self, reward: str, budget: int, cached: Collection[str]) -> list[Job]:
+    async def _take(self, queue: str, budget: int, cached: Collection[str]) -> list[Job]:
         token = uuid.uuid4().hex  # with which a retry gets what the first try has taken
-        arguments = (reward, budget, token, self._ttl, backend.EXPIRED, backend.AGING_S, json.dumps(list(cached)))
+        reward = queue.removesuffix(SLOW)
+        arguments = (queue, budget, token, self._ttl, backend.EXPIRED, backend.AGING_S, json.dumps(list(cached)))
         jobs = []
         for reply in await self._run("take", *arguments, patience=None):
-            job_id, receipt, packed, cost, priority, attempts, created, *origin = reply
+            job_id, receipt, packed, count, cost, priority, attempts, created, *origin = reply
             prefixes, client, request_id, wanted, trace = (text.decode() for text in origin)
-            content = (unpack(packed)["items"], int(cost), dict(json.loads(prefixes)), int(priority), client)
-            job = Job(reward, *content, request_id, trace, wanted, packed=packed, attempts=int(attempts))
+            content = (packed, int(count), int(cost), dict(json.loads(prefixes)), int(priority), client)
+            job = Job(reward, *content, request_id, trace, wanted, slow=queue != reward, attempts=int(attempts))
             job.id, job.created, job.receipt = job_id.decode(), float(created), receipt.decode()
             self._held[job.receipt] = job.id
             jobs.append(job)
@@ -325,9 +326,9 @@ class RedisBackend:
         if time.monotonic() - self._last_failure < self._silence:
             return
         blame = f"the host of its worker was silent for {self._silence:g} s"
-        for reward in list(self._rewards):
+        for queue in list(self._queues):
             with suppress(QueueAway):  # until the next round
-                await self._run("reclaim", reward, self._silence, blame, *self._ending, patience=0)
+                await self._run("reclaim", queue, self._silence, blame, *self._ending, patience=0)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)

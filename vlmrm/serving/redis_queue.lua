@@ -3,25 +3,26 @@
 -- KEYS[1], P below, is the prefix of every key; ARGV[1] is the name of the operation, and its arguments follow.
 --   P:job:ID           hash: the fields of a job; `receipt` names its delivery, and `line` where it waits
 --   P:key:SHA256       the id of the job with that content; equal jobs share its result while its revision is served
---   P:returned:REWARD  sorted set: the jobs that were given back, by age, which come before others
---   P:classes:REWARD   sorted set of the priorities of other jobs that wait; each has
+-- A reward has two QUEUEs: one of its own name, and one of what is `slow` to prepare.
+--   P:returned:QUEUE   sorted set: the jobs that were given back, by age, which come before others
+--   P:classes:QUEUE    sorted set of the priorities of other jobs that wait; each has
 --     P:line:CLASS:CLIENT   sorted set: the jobs of a client, by age
 --     P:clients:CLASS       sorted set of clients by the virtual time at which they are served next
 --     P:shares:CLASS        the same of clients that have no job, as long as they are ahead of the others
 --     P:mates:CLASS:PREFIX  sorted set: the jobs with that prefix, by age
 --     P:turn:CLASS          hash: the virtual `clock`, and `since` when it waits for a turn
---   P:running:REWARD   sorted set: jobs that run, by the last sign of life of who has them
+--   P:running:QUEUE    sorted set: jobs that run, by the last sign of life of who has them
 --   P:waiting          hash: items, bytes and jobs that wait by reward, and the bytes of all; a counter
 --   P:taken:TOKEN      the jobs that one `take` returned, for a retry after a lost response
 --   P:pace:REWARD:MINUTE  items done in that minute
 --   P:record:NAME      a protocol's record of a request
 --   P:hosts, P:beats   the health of each process's workers, and when it expires
--- Channels: P:come carries the name of a reward that has a new job, P:over the id of a finished job.
+-- Channels: P:come carries the name of a queue that has a new job, P:over the id of a finished job.
 -- `memory_backend.py` is the same order in the memory of a process.
 
 local P, operation = KEYS[1], ARGV[1]
 local FIELDS = {'state', 'reward', 'line', 'receipt', 'items', 'bytes', 'cost', 'prefixes', 'priority', 'client',
-  'attempts', 'deadline', 'key', 'asked', 'shared', 'created', 'weight'}
+  'attempts', 'deadline', 'key', 'asked', 'shared', 'created', 'slow', 'weight'}
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
@@ -33,6 +34,7 @@ local function read(id)
   local values = redis.call('HMGET', job_key(id), unpack(FIELDS))
   local job = {id = id}
   for n, name in ipairs(FIELDS) do job[name] = values[n] end
+  job.queue = (job.reward or '') .. (job.slow or '')
   return job
 end
 
@@ -55,14 +57,14 @@ local function count(job, sign)
   redis.call('HINCRBY', waiting, 'bytes:' .. job.reward, sign * job.bytes)
 end
 
--- A reward's name may have colons, and a client's: its length makes keys differ.
+-- A queue's name may have colons, and a client's: its length makes keys differ.
 local function class_key(kind, job)
-  return table.concat({P, kind, job.priority, #job.reward, job.reward}, ':')
+  return table.concat({P, kind, job.priority, #job.queue, job.queue}, ':')
 end
 
 local function mates_key(job, prefix) return class_key('mates', job) .. ':' .. prefix end
 
-local function returned_key(reward) return P .. ':returned:' .. reward end
+local function returned_key(queue) return P .. ':returned:' .. queue end
 
 -- Return the virtual time at which a client of the job's class is served next.
 local function tag_of(job)
@@ -74,9 +76,9 @@ end
 
 local function enqueue(job, returned)
   local order = redis.call('HINCRBY', P .. ':waiting', 'order', 1)
-  job.line = returned and returned_key(job.reward) or class_key('line', job) .. ':' .. job.client
+  job.line = returned and returned_key(job.queue) or class_key('line', job) .. ':' .. job.client
   if not returned then
-    if redis.call('ZADD', P .. ':classes:' .. job.reward, job.priority, job.priority) == 1 then
+    if redis.call('ZADD', P .. ':classes:' .. job.queue, job.priority, job.priority) == 1 then
       redis.call('HSET', class_key('turn', job), 'since', string.format('%.6f', now))
     end
     redis.call('ZADD', class_key('clients', job), 'NX', tag_of(job), job.client)
@@ -85,7 +87,7 @@ local function enqueue(job, returned)
   redis.call('ZADD', job.line, returned and job.created or order, job.id)
   redis.call('HSET', job_key(job.id), 'state', 'queued', 'line', job.line)
   count(job, 1)
-  redis.call('PUBLISH', P .. ':come', job.reward)
+  redis.call('PUBLISH', P .. ':come', job.queue)
 end
 
 -- Remove a job from what waits or runs. Taking, ending and returning a job begins with it: at its limit of memory Redis
@@ -94,14 +96,14 @@ local function remove(job)
   redis.call('ZREM', job.line, job.id)
   if job.state ~= 'queued' then return end
   count(job, -1)
-  if job.line == returned_key(job.reward) then return end
+  if job.line == returned_key(job.queue) then return end
   for _, pair in ipairs(cjson.decode(job.prefixes)) do redis.call('ZREM', mates_key(job, pair[1]), job.id) end
   if redis.call('EXISTS', job.line) == 1 then return end
   redis.call('ZADD', class_key('shares', job), redis.call('ZSCORE', class_key('clients', job), job.client), job.client)
   redis.call('ZREM', class_key('clients', job), job.client)
   if redis.call('EXISTS', class_key('clients', job)) == 1 then return end
   redis.call('DEL', class_key('shares', job), class_key('turn', job))
-  redis.call('ZREM', P .. ':classes:' .. job.reward, job.priority)
+  redis.call('ZREM', P .. ':classes:' .. job.queue, job.priority)
 end
 
 local function close(job, ttl, state, ...)
@@ -130,12 +132,12 @@ local function give_back(job, blame, most, again, cancelled, ttl)
 end
 
 -- Return the priority that a batch begins with: the highest, or now and then the one that waits longest.
-local function first_priority(reward, aging)
-  local classes = redis.call('ZREVRANGE', P .. ':classes:' .. reward, 0, -1)
-  if now - (redis.call('HGET', P .. ':waiting', 'aged:' .. reward) or 0) < aging then return classes[1] end
+local function first_priority(queue, aging)
+  local classes = redis.call('ZREVRANGE', P .. ':classes:' .. queue, 0, -1)
+  if now - (redis.call('HGET', P .. ':waiting', 'aged:' .. queue) or 0) < aging then return classes[1] end
   local longest, least
   for _, class in ipairs(classes) do
-    local since = tonumber(redis.call('HGET', class_key('turn', {reward = reward, priority = class}), 'since'))
+    local since = tonumber(redis.call('HGET', class_key('turn', {queue = queue, priority = class}), 'since'))
     if not least or since < least then longest, least = class, since end
   end
   if least and now - least >= aging then return longest, true end
@@ -143,13 +145,13 @@ local function first_priority(reward, aging)
 end
 
 -- Return the job whose turn it is, of the priority `first` while that has any, and the virtual time of its client.
-local function next_job(reward, first)
-  local id = redis.call('ZRANGE', returned_key(reward), 0, 0)[1]
+local function next_job(queue, first)
+  local id = redis.call('ZRANGE', returned_key(queue), 0, 0)[1]
   if id then return read(id) end
-  local classes = P .. ':classes:' .. reward
+  local classes = P .. ':classes:' .. queue
   local priority = first and redis.call('ZSCORE', classes, first) and first or redis.call('ZREVRANGE', classes, 0, 0)[1]
   if not priority then return nil end
-  local class = {reward = reward, priority = priority}
+  local class = {queue = queue, priority = priority}
   local head = redis.call('ZRANGE', class_key('clients', class), 0, 0, 'WITHSCORES')
   id = redis.call('ZRANGE', class_key('line', class) .. ':' .. head[1], 0, 0)[1]
   return read(id), tonumber(head[2])
@@ -168,7 +170,7 @@ local function move(job, batch, clock)
   local alone = tonumber(job.attempts) > 0
   if #batch.jobs > 0 and (alone or tokens > batch.room) then return false end
   local late = job.deadline ~= '' and tonumber(job.deadline) < now
-  local paid = job.line == returned_key(job.reward)
+  local paid = job.line == returned_key(job.queue)
   local tag = not paid and math.max(tag_of(job), clock or 0)
   if late then
     close(job, batch.ttl, 'failed', 'error', batch.expired)
@@ -185,7 +187,7 @@ local function move(job, batch, clock)
     redis.call('ZADD', class_key(waits and 'clients' or 'shares', job), tag + tokens / job.weight, job.client)
   end
   local receipt = redis.call('HINCRBY', P .. ':waiting', 'order', 1)
-  local running = P .. ':running:' .. job.reward
+  local running = P .. ':running:' .. job.queue
   redis.call('ZADD', running, now, job.id)
   redis.call('HSET', job_key(job.id), 'state', 'running', 'line', running, 'receipt', receipt)
   batch.jobs[#batch.jobs + 1] = {job.id, tostring(receipt)}
@@ -195,13 +197,13 @@ local function move(job, batch, clock)
   return true
 end
 
-local function take_batch(reward, budget, aging, cached, ttl, expired)
+local function take_batch(queue, budget, aging, cached, ttl, expired)
   local batch = {jobs = {}, held = {}, room = budget, closed = false, ttl = ttl, expired = expired}
-  local first, aged = first_priority(reward, aging)
+  local first, aged = first_priority(queue, aging)
   while not batch.closed do
-    local job, clock = next_job(reward, first)
+    local job, clock = next_job(queue, first)
     if not job or not move(job, batch, clock) then break end
-    if aged then redis.call('HSET', P .. ':waiting', 'aged:' .. reward, string.format('%.6f', now)) end
+    if aged then redis.call('HSET', P .. ':waiting', 'aged:' .. queue, string.format('%.6f', now)) end
     local prefixes = {}
     for _, pair in ipairs(cjson.decode(job.prefixes)) do prefixes[#prefixes + 1] = pair[1] end
     for _, prefix in ipairs(cached) do prefixes[#prefixes + 1] = prefix end
@@ -233,7 +235,7 @@ end
 local operations = {}
 
 function operations.put(id, key, reward, packed, items, cost, priority, remaining, max_items, max_bytes,
-    max_total, ttl, revisions, prefixes, client, request, wanted, trace, weight)
+    max_total, ttl, revisions, prefixes, client, request, wanted, trace, slow, weight)
   if redis.call('EXISTS', job_key(id)) == 1 then return {1, id} end  -- a retry after a lost response
   local deadline = remaining ~= '' and string.format('%.6f', now + remaining) or ''
   local equal = redis.call('GET', P .. ':key:' .. key)
@@ -261,26 +263,27 @@ function operations.put(id, key, reward, packed, items, cost, priority, remainin
   end
   redis.call('HSET', job_key(id), 'reward', reward, 'key', key, 'packed', packed, 'items', items, 'bytes', #packed,
     'cost', cost, 'priority', priority, 'deadline', deadline, 'attempts', 0, 'asked', 1,
-    'prefixes', prefixes, 'client', client, 'request', request, 'wanted', wanted, 'trace', trace, 'weight', weight,
-    'created', string.format('%.6f', now))
+    'prefixes', prefixes, 'client', client, 'request', request, 'wanted', wanted, 'trace', trace, 'slow', slow,
+    'weight', weight, 'created', string.format('%.6f', now))
   redis.call('SET', P .. ':key:' .. key, id)
   enqueue(read(id))
   return {1, id}
 end
 
-function operations.take(reward, budget, token, ttl, expired, aging, cached)
+function operations.take(queue, budget, token, ttl, expired, aging, cached)
   local receipt = P .. ':taken:' .. token
   local taken = {}
   for _, pair in ipairs(redis.call('LRANGE', receipt, 0, -1)) do taken[#taken + 1] = cjson.decode(pair) end
   if #taken == 0 then
-    taken = take_batch(reward, tonumber(budget), tonumber(aging), cjson.decode(cached), ttl, expired)
+    taken = take_batch(queue, tonumber(budget), tonumber(aging), cjson.decode(cached), ttl, expired)
     for _, pair in ipairs(taken) do redis.call('RPUSH', receipt, cjson.encode(pair)) end
     redis.call('EXPIRE', receipt, 60)
   end
   local jobs = {}
   for _, pair in ipairs(taken) do
     local job = redis.call('HMGET', job_key(pair[1]),
-      'receipt', 'packed', 'cost', 'priority', 'attempts', 'created', 'prefixes', 'client', 'request', 'wanted', 'trace')
+      'receipt', 'packed', 'items', 'cost', 'priority', 'attempts', 'created', 'prefixes', 'client', 'request', 'wanted',
+      'trace')
     if job[1] == pair[2] then jobs[#jobs + 1] = {pair[1], unpack(job)} end
   end
   return jobs
@@ -319,8 +322,8 @@ function operations.renew(id, receipt)
 end
 
 -- Queue again the jobs of processes that were silent for so many seconds, and return their number.
-function operations.reclaim(reward, silence, ...)
-  local silent = redis.call('ZRANGEBYSCORE', P .. ':running:' .. reward, '-inf', now - silence, 'LIMIT', 0, 100)
+function operations.reclaim(queue, silence, ...)
+  local silent = redis.call('ZRANGEBYSCORE', P .. ':running:' .. queue, '-inf', now - silence, 'LIMIT', 0, 100)
   for _, id in ipairs(silent) do give_back(read(id), ...) end
   return #silent
 end

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,10 @@ from cachetools import LRUCache
 from vlmrm.conversation import Outcome
 from vlmrm.errors import RowError
 from vlmrm.formats.wire import Item
-from vlmrm.serving.backend import NOT_SERVED, Backend, Job, QueueAway
+from vlmrm.serving.backend import NOT_SERVED, Backend, Job, QueueAway, queues
 from vlmrm.serving.memory_backend import tokens_of
 from vlmrm.serving.telemetry import Metrics, trace_batch
-from vlmrm.serving.worker.channel import redact_paths
+from vlmrm.serving.worker.channel import pack, redact_paths, unpack
 from vlmrm.serving.worker_process import CannotLoad, RewardRaised, WorkerDied, WorkerProcess
 from vlmrm.serving.worker_spec import WorkerSpec, digest
 
@@ -39,6 +39,8 @@ QUIET_S = 0.01  # without a further job, after which those that came together ar
 GATHERING_S = 0.1  # for which a batch waits for further jobs, at most
 PREFIXES = 256  # that a worker is thought to keep
 RECENT = 8  # batches; while one of them had several jobs, the next waits for further jobs
+AT_ONCE = 2  # batches of a queue that a worker has: it computes one and prepares the other
+PLACES = 2 * AT_ONCE  # for batches in a worker
 
 
 class Replica:
@@ -66,8 +68,8 @@ class Replica:
         self._ended = False
         self.busy = 0  # batches that are not finished
         self._counted: dict[str, float] = {}  # of what the worker computed, what the metrics have
-        self._spare = 0.0  # seconds of computing the current batch in which the next need not be prepared
-        self._spares: deque[float] = deque(maxlen=RECENT)  # of the last batches, a token
+        self._entering = asyncio.Lock()  # of a batch that waits for its places in the worker
+        self._places = asyncio.Semaphore(PLACES)
         self._sizes = deque([RECENT], maxlen=RECENT)  # jobs of the last batches
         self._recent: LRUCache[str, None] = LRUCache(PREFIXES)  # of the jobs that it was given last
         self.process_id: int | None = None
@@ -143,9 +145,14 @@ class Replica:
             logger.exception("a worker of %s may run on: it could not be stopped", self.reward)
 
     async def fail_waiting(self) -> None:
-        """Fail the jobs that wait, or the next that come, as no worker of this reward will load."""
-        for job in await self.backend.take(self.reward, self.spec.budget):
-            await self.backend.fail(job, f"{self.error}".rstrip("."))
+        """Fail the jobs that wait and all that come, as no worker of this reward will load."""
+
+        async def fail(queue: str) -> None:
+            while True:
+                for job in await self.backend.take(queue, self.spec.budget):
+                    await self.backend.fail(job, f"{self.error}".rstrip("."))
+
+        await asyncio.gather(*map(fail, queues(self.reward)))
 
     async def switch(self, worker: WorkerProcess) -> None:
         """Have `worker` compute all further batches, and end the one that did; returns once it does."""
@@ -211,60 +218,60 @@ class Replica:
     def _use(self, worker: WorkerProcess) -> None:
         self.spec, self._worker, self.model_revision = worker.spec, worker, worker.revision
         self._recent.clear()
-        self._spares.clear()
         self._counted = {}
         self.info, self.error, self.ready = worker.info, None, True
         self.process_id = worker.process.pid
         logger.info("the worker of %s is ready (process %d)", self.reward, self.process_id)
 
     async def _feed(self) -> None:
-        """Run batches until `closing`. While a worker that prepares computes one, the next is taken, just in time."""
-        batches: list[asyncio.Task[None]] = []
-        try:
-            while not self.closing:
-                if self._turns or self.asleep:
-                    while batches:
-                        await batches.pop(0)
-                    await self._run_turns()
-                    if self.asleep:
-                        await self._wait(self._worker)
-                        continue
-                assert self._worker is not None
-                begun = asyncio.get_running_loop().create_future()
-                batches.append(asyncio.create_task(self._run_batch(self._worker, begun, *batches)))
-                await asyncio.wait({batches[-1], begun}, return_when=asyncio.FIRST_COMPLETED)
-                for batch in batches[:-1]:
-                    await batch
-                del batches[:-1]
-                await asyncio.wait(batches, timeout=self._spare)
-            for batch in batches:
-                await batch
-        except WorkerDied:
-            raise  # all of them learn of it
-        except BaseException:
-            for batch in batches:
-                batch.cancel()
-            raise
-        finally:
-            await asyncio.gather(*batches, return_exceptions=True)
+        """Run batches until `closing`, of both queues side by side: what is quick to prepare overtakes the rest."""
+        while not self.closing:
+            await self._run_turns()
+            if self.asleep:
+                await self._wait(self._worker)
+                continue
+            assert self._worker is not None
+            lines = [(queue, asyncio.Lock()) for queue in queues(self.reward)]
+            runs = [asyncio.create_task(self._run_batches(self._worker, *line)) for line in AT_ONCE * lines]
+            try:
+                await asyncio.gather(*runs)
+            except BaseException as error:
+                for run in () if isinstance(error, WorkerDied) else runs:  # of its death all of them learn
+                    run.cancel()
+                raise
+            finally:
+                await asyncio.gather(*runs, return_exceptions=True)
 
-    async def _run_batch(
-        self, worker: WorkerProcess, begun: asyncio.Future[None] | None = None, *before: asyncio.Task[None]
-    ) -> None:
-        """Score one batch of the queue; `begun` is done once the next may be taken, `before` are still computed."""
-        jobs = await self._take(worker, self.spec.budget)
+    async def _run_batches(self, worker: WorkerProcess, queue: str, preparing: asyncio.Lock) -> None:
+        """Run batches of a queue until a turn comes or `closing`, each taken when that before it is prepared."""
+        while True:
+            prepared = asyncio.get_running_loop().create_future()
+            await preparing.acquire()
+            prepared.add_done_callback(lambda _: preparing.release())
+            try:
+                if self._turns or self.closing:
+                    return
+                await self._run_batch(worker, queue, prepared)
+            finally:
+                if not prepared.done():
+                    prepared.set_result(None)
+
+    async def _run_batch(self, worker: WorkerProcess, queue: str, prepared: asyncio.Future[Any]) -> None:
+        """Score one batch of the queue; `prepared` is done once the next may be taken."""
+        jobs = await self._take(worker, queue, self.spec.budget)
         if not jobs:
             return
         self.busy += 1
-        sent = False
+        sent, places = False, AsyncExitStack()
         try:
-            if jobs[0].attempts:  # it may harm those that the worker has as well
-                begun = None
-                await asyncio.gather(*before, return_exceptions=True)
-            await self._gather(worker, jobs)
+            async with self._entering:
+                # All for one that may harm others, or that they would keep waiting in the worker.
+                for _ in range(PLACES if jobs[0].attempts or not worker.prepares else 1):
+                    await places.enter_async_context(self._places)
+            await self._gather(worker, queue, jobs)
             if worker.died.done():
                 raise WorkerDied(worker.died.result())
-            if self.closing and before:  # they were taken beside the last batch
+            if self.closing:
                 await self.backend.requeue(jobs, None)
                 return
             sent = True
@@ -272,12 +279,12 @@ class Replica:
             taken = time.time()
             for job in jobs:
                 self.metrics.latency.labels(self.reward, "waiting").observe(max(0.0, taken - job.created))
-            outcomes, seconds = await self._score(worker, jobs, begun)
+            outcomes, seconds = await self._score(worker, jobs, prepared)
             self.metrics.record_batch(self.reward, outcomes, seconds)
             trace_batch(jobs, taken, time.time() - seconds, time.time())
             # One list of outcomes, in the order of the jobs.
-            ends = itertools.accumulate(len(job.items) for job in jobs)
-            parts = [(job, outcomes[end - len(job.items) : end]) for job, end in zip(jobs, ends, strict=True)]
+            ends = itertools.accumulate(job.count for job in jobs)
+            parts = [(job, outcomes[end - job.count : end]) for job, end in zip(jobs, ends, strict=True)]
             await asyncio.gather(*(self.backend.finish(job, part, seconds, self.revision) for job, part in parts))
         except RewardRaised as error:
             # One job's items may have failed the whole batch: each job is tried alone before its request fails.
@@ -293,10 +300,11 @@ class Replica:
             raise
         finally:
             self.busy -= 1
+            await places.aclose()
 
-    async def _take(self, worker: WorkerProcess, budget: int, patience: float | None = None) -> list[Job]:
+    async def _take(self, worker: WorkerProcess, queue: str, budget: int, patience: float | None = None) -> list[Job]:
         """Return the next jobs, of `budget` tokens; none where a turn, or the end of `patience`, comes before."""
-        taking = asyncio.ensure_future(self.backend.take(self.reward, budget, list(self._recent)))
+        taking = asyncio.ensure_future(self.backend.take(queue, budget, list(self._recent)))
         try:
             await self._wait(worker, taking, patience=patience)
             if taking.done():
@@ -326,7 +334,7 @@ class Replica:
         if worker is not None and worker.died.done():
             raise WorkerDied(worker.died.result())
 
-    async def _gather(self, worker: WorkerProcess, jobs: list[Job]) -> None:
+    async def _gather(self, worker: WorkerProcess, queue: str, jobs: list[Job]) -> None:
         """Add jobs that come right after `jobs`, such as a group's; who sends one request at a time waits for none."""
         end = time.monotonic() + GATHERING_S
         while max(self._sizes) > 1 and not jobs[0].attempts:
@@ -335,7 +343,7 @@ class Replica:
             patience = min(QUIET_S - quiet, end - time.monotonic())
             if budget <= 0 or patience <= 0:
                 break
-            more = await self._take(worker, budget, patience)
+            more = await self._take(worker, queue, budget, patience)
             if not more:
                 break
             # It must come alone, or does not fit.
@@ -346,23 +354,22 @@ class Replica:
         self._sizes.append(len(jobs))
 
     async def _score(
-        self, worker: WorkerProcess, jobs: Sequence[Job], begun: asyncio.Future[None] | None
+        self, worker: WorkerProcess, jobs: Sequence[Job], prepared: asyncio.Future[Any]
     ) -> tuple[list[Outcome], float]:
         """Return the outcome of each item, and the seconds of computing; those of decoding are in outcomes."""
-        items, requests = _items(jobs), [job.request_id for job in jobs if job.request_id]
-        decoded = [] if self.decoder is None else await self.decoder.decode(items)
-        if decoded:
-            items = [result[0] for result in decoded if not isinstance(result, RowError)]
+        packed, requests = [job.packed for job in jobs], [job.request_id for job in jobs if job.request_id]
+        decoded: list[tuple[Item, float] | RowError] = []
+        if self.decoder is not None:
+            rows = [await self.decoder.decode(unpack(one)["items"]) for one in packed]
+            packed = [pack({"items": [it[0] for it in row if not isinstance(it, RowError)]}) for row in rows]
+            decoded = list(itertools.chain(*rows))
         outcomes, seconds = [], 0.0
-        if items:
-            tokens = max(1, tokens_of(jobs))
-            self._spare = max(0.0, tokens * min(self._spares, default=0.0) - GATHERING_S)
-            outcomes, seconds, preparing = await worker.score(items, self.spec.batch_timeout, requests, begun)
+        if not decoded or not all(isinstance(it, RowError) for it in decoded):
+            outcomes, seconds = await worker.score(packed, self.spec.batch_timeout, requests, prepared)
             self.metrics.compute_seconds.labels(self.reward).inc(seconds)
             for what, count in worker.computed.items():
                 self.metrics.computed.labels(self.reward, what).inc(max(0.0, count - self._counted.get(what, 0.0)))
             self._counted = worker.computed
-            self._spares.append((seconds - 2 * preparing) / tokens)
         if not decoded:
             return outcomes, seconds
         scored = iter(outcomes)
@@ -370,15 +377,6 @@ class Replica:
             Outcome(error=it.reason) if isinstance(it, RowError) else replace(next(scored), decode_seconds=it[1])
             for it in decoded
         ], seconds
-
-
-def _items(jobs: Sequence[Job]) -> list[Item]:
-    """Return the items of all jobs, with the number of the job in `group`: requests may use the same names."""
-    return [
-        item if item.get("group") is None else {**item, "group": f"{number}: {item['group']!r}"}
-        for number, job in enumerate(jobs)
-        for item in job.items
-    ]
 
 
 # Their health --------------------------------------------------------------------------------------------------------

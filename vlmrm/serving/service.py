@@ -19,7 +19,7 @@ from vlmrm.formats.wire import Item
 from vlmrm.libraries import needs
 from vlmrm.serving.backend import Backend, Job, QueueAway, State
 from vlmrm.serving.event_loop import computed, current_request, in_thread, repeat
-from vlmrm.serving.media import count_pixels, count_prefixes, estimate_tokens, has_video
+from vlmrm.serving.media import DECODED_PIXELS, SLOW_PIXELS, count_pixels, count_prefixes, estimate_tokens, has_video
 from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica, WorkerHealth, WorkerRegistry
 from vlmrm.serving.settings import DecodeSettings, Limits, RewardSettings, ServiceSettings
@@ -175,14 +175,15 @@ class Service:
     def _make_job(self, reward: str, items: list[Item], priority: int, max_pixels: int | None) -> Job:
         trained = is_trained(self.rewards[reward])  # whose scorer computes equal prompts and media once
         limit = self.settings.limits.max_total_pixels
-        pixels = count_pixels(items, once=trained)
+        pixels, decoded = count_pixels(items, once=trained)
         if pixels > limit:
             what = f"the images and frames of a request are {pixels} pixels"
             raise TooLarge(
                 f"{what}, over the limit max_total_pixels of {limit}: send fewer at a time, or smaller ones."
             )
         cost, prefixes = count_prefixes(items, max_pixels) if trained else (estimate_tokens(items, max_pixels), {})
-        job = Job(reward, items, cost=cost, prefixes=prefixes, priority=priority)
+        cost += decoded // DECODED_PIXELS
+        job = Job.of(reward, items, cost=cost, prefixes=prefixes, priority=priority, slow=decoded > SLOW_PIXELS)
         request = current_request()
         job.client, job.weight, job.wanted = request.client.name, request.client.weight, request.wanted
         job.request_id, carrier = REQUEST_ID.get() or "", dict[str, str]()
@@ -204,7 +205,7 @@ class Service:
         revisions = [job.wanted] if job.wanted else health.revisions
         job.revisions = revisions if health.info.get("deterministic", True) else ()
         job_id = await self.backend.put(job)
-        self.metrics.client_items.labels(current_request().client.label, job.reward).inc(len(job.items))
+        self.metrics.client_items.labels(current_request().client.label, job.reward).inc(job.count)
         return job_id
 
     def not_served(self, reward: str) -> NotServed:
@@ -293,7 +294,7 @@ class Decoder:
         return decoded, outcome.score or 0.0
 
     async def _video(self, item: Item) -> Outcome:
-        job = Job(NAME, [item])
+        job = Job.of(NAME, [item])
         key = f"{self.replica.revision} {job.key}"
         if key in self._cache:
             return self._cache[key]

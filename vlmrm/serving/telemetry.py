@@ -86,7 +86,7 @@ class Metrics:
 
 def trace_batch(jobs: Sequence[Job], taken: float, started: float, ended: float) -> None:
     """Record in the trace of each job's request when it waited, was in a batch, and was computed there."""
-    tracer, items = trace.get_tracer("vlmrm"), sum(len(job.items) for job in jobs)
+    tracer, items = trace.get_tracer("vlmrm"), sum(job.count for job in jobs)
     for job in jobs:
         if not job.trace:
             continue

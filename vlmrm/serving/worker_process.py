@@ -21,7 +21,7 @@ from anyio.to_thread import run_sync
 import vlmrm
 from vlmrm.conversation import Outcome
 from vlmrm.errors import ConfigError
-from vlmrm.formats.wire import Item, read_outcome
+from vlmrm.formats.wire import read_outcome
 from vlmrm.serving.worker.channel import LENGTHS, pack, unpack
 from vlmrm.serving.worker_spec import WorkerSpec, revision_of, weights_on_disk
 
@@ -69,7 +69,7 @@ async def open_process(python: str) -> tuple[asyncio.subprocess.Process, socket.
 
 
 class WorkerProcess:
-    """A worker's process. It computes batches in the order in which they were sent, and prepares the next meanwhile.
+    """A worker's process. Where it `prepares` batches, side by side, it computes them as they are prepared.
 
     `died` is done once the process is gone, or no longer of use, and whenever WorkerDied is raised.
     """
@@ -78,13 +78,16 @@ class WorkerProcess:
         self.spec, self.process, self._reader, self._writer = spec, process, reader, writer
         self.revision = ""
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._responses: dict[int, asyncio.Future[dict[str, Any]]] = {}  # by the number of what was sent, in order
-        self._begun: dict[int, asyncio.Future[None]] = {}
+        # By the number of what was sent: its response, and which come before it once it is prepared.
+        self._responses: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._prepared: dict[int, asyncio.Future[list[asyncio.Future[Any]]]] = {}
+        self._computed: list[asyncio.Future[Any]] = []  # responses of what is prepared, in order
         self._last_message: float | None = None  # when it came; None until the reward is loaded
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
         self._number = 0
         self.info: dict[str, Any] = {}
         self.sleeps = False  # whether `control` knows "sleep" and "wake"
+        self.prepares = False
         self.computed: dict[str, float] = {}  # by its own count since it was loaded
 
     @staticmethod
@@ -102,7 +105,7 @@ class WorkerProcess:
             if message["kind"] != "ready":
                 error = CannotLoad if message["permanent"] else WorkerDied
                 raise error(f"cannot load its reward: {message['error']}")
-            worker.info, worker.sleeps = message["info"], message["sleeps"]
+            worker.info, worker.sleeps, worker.prepares = message["info"], message["sleeps"], message["prepares"]
             content = (spec.path, spec.options, spec.weights, worker.info)
             worker.revision = await run_sync(partial(revision_of, *content), abandon_on_cancel=True)
             if await run_sync(files, abandon_on_cancel=True) != before:  # which of both it has, nobody could say
@@ -118,19 +121,16 @@ class WorkerProcess:
 
     async def score(
         self,
-        items: Sequence[Item],
+        jobs: Sequence[bytes],
         timeout: float,
-        requests: Sequence[str] = (),
-        begun: asyncio.Future[None] | None = None,
-    ) -> tuple[list[Outcome], float, float]:
-        """Return the outcome of each item, and the seconds of computing and of preparing them.
-
-        `begun` is done once the computation begins, where the reward prepares the next items meanwhile.
-        """
-        message = {"items": list(items), "requests": list(requests)}
-        response = await self._ask(message, timeout, f"hung for {timeout:g} s", begun)
+        requests: Sequence[str],
+        prepared: asyncio.Future[Any],
+    ) -> tuple[list[Outcome], float]:
+        """Return the outcome of each item of packed jobs, and the seconds of computing; `prepared` is done before."""
+        message = {"jobs": list(jobs), "requests": list(requests)}
+        response = await self._ask(message, timeout, f"hung for {timeout:g} s", prepared)
         self.computed = response["computed"]
-        return list(map(read_outcome, response["outcomes"])), response["seconds"], response["preparing"]
+        return list(map(read_outcome, response["outcomes"])), response["seconds"]
 
     async def control(self, action: str, timeout: float) -> None:
         """Have the reward's method `action` run, between two batches."""
@@ -150,33 +150,35 @@ class WorkerProcess:
             await self.process.wait()
 
     async def _ask(
-        self, message: Mapping[str, Any], timeout: float, late: str, begun: asyncio.Future[None] | None = None
+        self, message: Mapping[str, Any], timeout: float, late: str, prepared: asyncio.Future[Any] | None = None
     ) -> dict[str, Any]:
-        """Return the response; kill the process and raise `late` `timeout` seconds after the message's turn came."""
-        number, earlier = self._number, list(self._responses.values())
+        """Return the response; kill the process and raise `late` where a step takes over `timeout` seconds."""
+        number, loop = self._number, asyncio.get_running_loop()
         self._number += 1
-        response = self._responses[number] = asyncio.get_running_loop().create_future()
-        if begun is not None:
-            self._begun[number] = begun
+        response = self._responses[number] = loop.create_future()
+        prepared = self._prepared[number] = prepared or loop.create_future()
         try:
             try:
                 self._writer.write(pack({**message, "id": number}))
                 await self._writer.drain()
             except OSError as error:
                 self._end(f"closed its channel ({error.strerror})")
-            for one in earlier:
+            await self._within(timeout, late, response, prepared)
+            for one in prepared.result() if prepared.done() else ():
                 await asyncio.wait({one, self.died}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({response, self.died}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if not response.done():
-                self._end(late)
-                raise WorkerDied(self.died.result())
+            await self._within(timeout, late, response)
             if response.result()["kind"] == "failed":
                 raise RewardRaised(response.result()["error"])
             return response.result()
         finally:
-            self._begun.pop(number, None)
-            if response.done() or self.died.done():
-                del self._responses[number]
+            del self._responses[number], self._prepared[number]
+
+    async def _within(self, timeout: float, late: str, *awaited: asyncio.Future[Any]) -> None:
+        """Wait until one of these is done; kill the process and raise `late` where that takes over `timeout`."""
+        await asyncio.wait({*awaited, self.died}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not any(one.done() for one in awaited):
+            self._end(late)
+            raise WorkerDied(self.died.result())
 
     @classmethod
     async def _open(cls, spec: WorkerSpec) -> tuple[asyncio.subprocess.Process, socket.socket]:
@@ -188,8 +190,10 @@ class WorkerProcess:
                 lengths = await self._reader.readexactly(LENGTHS.size)
                 message = unpack(lengths + await self._reader.readexactly(sum(LENGTHS.unpack(lengths))))
                 self._last_message = time.monotonic()
-                if message["kind"] == "begun":
-                    _settle(self._begun.get(message["id"]), None)
+                if message["kind"] == "prepared":
+                    self._computed = [one for one in self._computed if not one.done()]
+                    _settle(self._prepared.get(message["id"]), list(self._computed))
+                    self._computed += filter(None, [self._responses.get(message["id"])])
                 elif message["kind"] != "beat":
                     _settle(self._responses.get(message["id"]), message)
         except (asyncio.IncompleteReadError, OSError):

@@ -4,7 +4,7 @@
 
 It runs in any Python environment, without vlmrm. The reward's class is made with the options of the configuration and
 called with a list of items; it returns for each a dictionary with `score`, or `error`, and anything else in a
-dictionary `extra`. In place of that call it may have two methods: `prepare(items)`, in a thread beside the one that
+dictionary `extra`. In place of that call it may have two methods: `prepare(items)`, in threads beside the one that
 computes, and `compute(prepared)`.
 """
 
@@ -20,9 +20,10 @@ import traceback
 
 # The service runs this folder, not a module of vlmrm, which this environment need not have.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from channel import Channel, die_with_parent, find_secrets, redact, redact_secrets
+from channel import Channel, die_with_parent, find_secrets, give_memory_back, redact, redact_secrets, unpack
 
 HEARTBEAT_S = 1.0
+LONG_S = 1.0  # of a batch, after which memory is given back: that takes some hundredths of a second
 
 
 def main(descriptor):
@@ -42,41 +43,62 @@ def main(descriptor):
         channel.send({"kind": "broken", "id": start["id"], "error": describe(error, secrets), "permanent": permanent})
         return
     info = redact(getattr(engine, "info", {}), secrets)
-    sleeps = hasattr(engine, "sleep") and hasattr(engine, "wake")
-    channel.send({"kind": "ready", "id": start["id"], "info": info, "sleeps": sleeps})
+    sleeps, prepares = hasattr(engine, "sleep") and hasattr(engine, "wake"), hasattr(engine, "prepare")
+    channel.send({"kind": "ready", "id": start["id"], "info": info, "sleeps": sleeps, "prepares": prepares})
     threading.Thread(target=send_heartbeats, args=[channel], daemon=True).start()
-    # The main thread computes, as some libraries ask for it; one batch waits here at most, prepared.
-    batches = queue.Queue(1)
-    threading.Thread(target=prepare_batches, args=[engine, channel, batches], daemon=True).start()
+    # The main thread computes, as some libraries ask for it.
+    batches = queue.SimpleQueue()
+    threading.Thread(target=receive, args=[engine, channel, batches], daemon=True).start()
     while (batch := batches.get()) is not None:
-        message, prepared, preparing = batch
-        if hasattr(engine, "prepare") and "items" in message:  # else the service had better wait for more to compute
-            channel.send({"kind": "begun", "id": message["id"]})
+        message, prepared = batch
+        started = time.monotonic()
         done = run(engine, message, prepared, secrets)
-        response = {**done, "id": message["id"], "preparing": preparing}
         try:
-            channel.send(response)
+            channel.send({**done, "id": message["id"]})
         except (TypeError, ValueError) as error:  # `extra` holds something that no message can carry
             described = describe(error, secrets, message.get("requests", ()))
             channel.send({"kind": "failed", "id": message["id"], "error": described})
+        del batch, message, prepared, done  # before the next comes
+        if time.monotonic() - started > LONG_S:
+            give_memory_back()
 
 
-def prepare_batches(engine, channel, batches):
-    """Receive batches and prepare them, while the main thread computes those before."""
-    prepare = getattr(engine, "prepare", None)
+def receive(engine, channel, batches):
+    """Receive batches, and prepare each beside the others, while the main thread computes those prepared before."""
     try:
-        while (message := channel.receive()) is not None:
-            started = time.monotonic()
-            try:
-                items = message.get("items")
-                prepared = items if prepare is None or items is None else prepare(items)
-            except Exception as error:
-                prepared = error
-            batches.put((message, prepared, time.monotonic() - started))
-    except OSError:  # the service has gone
-        pass
-    finally:  # also of a reward that exits: the process then ends, and does not wait for ever
+        with contextlib.suppress(OSError):  # the service has gone
+            while (message := channel.receive()) is not None:
+                threading.Thread(target=prepare, args=[engine, channel, batches, message], daemon=True).start()
+    finally:
         batches.put(None)
+
+
+def prepare(engine, channel, batches, message):
+    """Prepare a batch and pass it on; None, which ends the process, of a reward that exits."""
+    batch = None
+    try:
+        try:
+            prepared = read_items(message.pop("jobs", ()))
+            message["count"] = len(prepared)
+            if hasattr(engine, "prepare") and prepared:
+                prepared = engine.prepare(prepared)
+        except Exception as error:
+            prepared = error
+        batch = message, prepared
+    finally:
+        if hasattr(engine, "prepare"):  # else the service had better wait for more to compute
+            with contextlib.suppress(OSError):
+                channel.send({"kind": "prepared", "id": message["id"]})
+        batches.put(batch)
+
+
+def read_items(jobs):
+    """Return the items of packed jobs, with the number of the job in `group`: requests may use the same names."""
+    return [
+        item if item.get("group") is None else {**item, "group": f"{number}: {item['group']!r}"}
+        for number, job in enumerate(jobs)
+        for item in unpack(job)["items"]
+    ]
 
 
 def send_heartbeats(channel):
@@ -99,8 +121,8 @@ def run(engine, message, prepared, secrets):
         if isinstance(prepared, Exception):
             raise prepared
         outcomes = list(engine.compute(prepared) if hasattr(engine, "prepare") else engine(prepared))
-        if len(outcomes) != len(message["items"]):
-            raise ValueError(f"the reward returned {len(outcomes)} outcomes for {len(message['items'])} items")
+        if len(outcomes) != message["count"]:
+            raise ValueError(f"the reward returned {len(outcomes)} outcomes for {message['count']} items")
         outcomes = [validate(outcome, secrets) for outcome in outcomes]
     except Exception as error:
         return {"kind": "failed", "error": describe(error, secrets, message.get("requests", ()))}

@@ -100,6 +100,12 @@ def die_with_parent():
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+def give_memory_back():
+    """Have glibc return to the system what this process has freed: by itself it keeps most of that."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 # An absolute path of two parts or more, not the tail of a URL: its last part is what a reader needs.
 PATH = re.compile(r"(?<![\w.:/~\-])~?(?:/[\w.@+\-]+)+/([\w.@+\-]+)")
 SECRET = re.compile(r"key|token|password|secret", re.IGNORECASE)
