@@ -129,7 +129,7 @@ def test_the_configuration_loads_with_its_secrets(tmp_path):
     secrets = dict(line.split("=") for line in (tmp_path / "secrets.env").read_text().splitlines())
     settings = load_settings(tmp_path / "secret.toml", secrets)
     assert ("Service", settings.redis_host) in APPLIED
-    assert [client.name for client in settings.clients] == ["trainer", "default"]
+    assert [client.name for client in settings.callers] == ["trainer", "default"]
     assert settings.redis_password.get_secret_value() == secrets["VLMRM_REDIS_PASSWORD"]
     arguments = " ".join(container("StatefulSet", "vlmrm-redis")["args"])
     assert "--appendonly yes" in arguments and "--maxmemory-policy noeviction" in arguments

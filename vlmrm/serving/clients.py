@@ -41,7 +41,7 @@ class Clients:
     def __init__(self, settings: ServiceSettings):
         self._rewards = tuple(reward.name for reward in settings.reward_args)
         self._named: list[tuple[bytes, Client]] = []
-        for one in settings.clients:
+        for one in settings.callers:
             rewards = tuple(name for name in self._rewards if name in (one.rewards or self._rewards))
             client = Client(one.name, rewards, service=not one.rewards, weight=one.weight, label=one.name)
             self._named.append((one.token.get_secret_value().encode(), client))

@@ -155,6 +155,12 @@ class ServiceSettings(Strict):
     decode_args: DecodeSettings | None = None
 
     @property
+    def callers(self) -> list[ClientSettings]:
+        """Everybody who has a token: `clients`, and whoever sends the service's."""
+        own = [ClientSettings(name=DEFAULT, token=self.token)] if self.token.get_secret_value() else []
+        return [*self.clients, *own]
+
+    @property
     def queue_limits(self) -> dict[str, tuple[int, int]]:
         return {reward.name: (reward.queue_items, reward.queue_bytes) for reward in self.reward_args}
 
@@ -167,12 +173,11 @@ class ServiceSettings(Strict):
         url = bool(self.redis_url.get_secret_value())
         if (url and self.redis_host) or (self.redis_sentinels and not url):
             raise ValueError("give either redis_host, or redis_url, which names the master of redis_sentinels")
-        if self.token.get_secret_value():
-            self.clients.append(ClientSettings(name=DEFAULT, token=self.token))
-        callers, tokens = [client.name for client in self.clients], [client.token for client in self.clients]
+        callers = self.callers
+        called, tokens = [client.name for client in callers], [client.token for client in callers]
         rewards = [reward.name for reward in self.reward_args]  # others may serve those that are not enabled here
-        for client in self.clients:
-            if [OTHER, *callers].count(client.name) > 1 or tokens.count(client.token) > 1:
+        for client in callers:
+            if [OTHER, *called].count(client.name) > 1 or tokens.count(client.token) > 1:
                 raise ValueError(f"the client {client.name} has another's name or token: give each its own")
             if unknown := [name for name in client.rewards if name not in rewards]:
                 raise ValueError(f"the client {client.name} opens {unknown[0]}: choose from {', '.join(rewards)}")
@@ -217,7 +222,7 @@ def validate_settings(
         if environment.get(variable):
             content = {**content, key: environment[variable]}
     settings = validate(ServiceSettings, content, source, secret=True)
-    if settings.host not in LOOPBACK and not settings.clients:
+    if settings.host not in LOOPBACK and not settings.callers:
         raise ConfigError(
             f"{source}: other machines can reach host {settings.host}, without a token: set VLMRM_TOKEN."
         )
