@@ -360,7 +360,7 @@ class Replica:
         packed, requests = [job.packed for job in jobs], [job.request_id for job in jobs if job.request_id]
         decoded: list[tuple[Item, float] | RowError] = []
         if self.decoder is not None:
-            rows = [await self.decoder.decode(unpack(one)["items"]) for one in packed]
+            rows = await asyncio.gather(*(self.decoder.decode(unpack(one)["items"]) for one in packed))
             packed = [pack({"items": [it[0] for it in row if not isinstance(it, RowError)]}) for row in rows]
             decoded = list(itertools.chain(*rows))
         outcomes, seconds = [], 0.0
