@@ -151,8 +151,8 @@ MUTANTS = (
     Mutant(
         "vlmrm/measures/donors.py", "seen = bool(media_of(comparison.prompt))", "seen = bool([])", "tests/measures"
     ),
-    Mutant("vlmrm/measures/audit.py", "(abs(centre) if gain_counts else centre)", "abs(centre)", "tests/measures"),
-    Mutant("vlmrm/measures/audit.py", "Mean(first - second, scale", "Mean(first + second, scale", "tests/measures"),
+    Mutant("vlmrm/measures/analysis.py", "(abs(centre) if gain_counts else centre)", "abs(centre)", "tests/measures"),
+    Mutant("vlmrm/measures/analysis.py", "Mean(first - second, scale", "Mean(first + second, scale", "tests/measures"),
     Mutant(QUALIFIED, "fires = int((peaks > threshold).sum())", "fires = 0", "packages/robots/tests/frames"),
 )
 

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from vlmrm.libraries import PACKAGES
+
 ROOT = Path(__file__).resolve().parents[1]
 LINES = {"vlmrm": 46_000, "packages/robots/vlmrm_robots": 6_000, "tests": 35_000}
 FILE = 500  # lines of a file
@@ -26,16 +28,33 @@ def test_packages_have_no_more_lines_than_allowed():
 
 
 def test_few_modules_stand_behind_training():
-    """Those that are imported when a module is, not inside of functions."""
-    seen, waiting = set(), ["vlmrm.training.main"]
+    assert len(own := [name for name in behind("vlmrm.training.main") if is_own(name)]) <= BEHIND_TRAINING, own
+
+
+def test_judges_need_no_package_of_the_report():
+    folders = ("adapters", "rewards", "rewards/judges")
+    files = [file for folder in folders for file in (ROOT / "vlmrm" / folder).glob("*.py")]
+    modules = behind(*(".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files))
+    packages = {name.partition(".")[0] for name in modules}
+    assert packages & {"PIL", "numpy"} and not packages & set(PACKAGES["report"])
+
+
+def behind(*modules: str) -> set[str]:
+    """Return what is imported when these modules are, not inside of functions."""
+    seen, waiting = set[str](), list(modules)
     while waiting:
         module = waiting.pop()
-        path = ROOT / module.replace(".", "/")
-        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        if module not in seen and file.is_file():
-            seen.add(module)
+        if module not in seen and is_own(module):
+            file = ROOT / module.replace(".", "/")
+            file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
             waiting += imported(ast.parse(file.read_text(encoding="utf-8")).body)
-    assert len(seen) <= BEHIND_TRAINING, sorted(seen)
+        seen.add(module)
+    return seen
+
+
+def is_own(module: str) -> bool:
+    path = ROOT / module.replace(".", "/")
+    return module.startswith("vlmrm") and (path.is_dir() or path.with_suffix(".py").is_file())
 
 
 def imported(body: list[ast.stmt]) -> Iterator[str]:

@@ -35,7 +35,7 @@ PROJECT, ROBOTS_PROJECT = (
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
 # Of the storeys that the core has, what opens a model, a table or a data set.
-HEAVY = r"vlmrm\.(scoring\.(scorer|offline|ray_data)|rewards\.built_in\.\w+|commands\.(demo|init|plan))"
+HEAVY = r"vlmrm\.(scoring\.(scorer|offline)|rewards\.built_in\.\w+|commands\.(demo|init|plan))"
 HEAVY += r"|vlmrm\.adapters\.verl_manager"  # imports verl
 CORE = "adapters cli commands config conversation data errors files formats http keys libraries logs rewards scoring"
 CORE += " settings"

@@ -12,17 +12,15 @@ from pathlib import Path
 import pytest
 import trl
 from transformers import ProcessorMixin, Qwen2_5_VLModel, Trainer
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import RELIED_ON
 
 ROOT = Path(__file__).resolve().parents[1]
 USERS = (
-    "vlmrm.modeling.quantization",
+    "vlmrm.modeling.adapters",
     "vlmrm.modeling.reward_model",
     "vlmrm.rendering",
-    "vlmrm.serving.server",
     "vlmrm.training.trainer",
 )
 # Documented names with an underscore (named tuples', os._exit), and those of a module that is not installed for tests.
@@ -45,7 +43,6 @@ def relied_on() -> dict[str, set[str]]:
         ("vlmrm.training.trainer", trl.RewardTrainer, "_prepare_dataset", "trl"),
         ("vlmrm.rendering", ProcessorMixin, "_process_images", "transformers"),
         ("vlmrm.modeling.reward_model", Qwen2_5_VLModel, "get_rope_index", "transformers"),
-        ("vlmrm.serving.server", HttpToolsProtocol, "on_headers_complete", "uvicorn"),
     ],
 )
 def test_a_vanished_library_name_is_one_sentence(monkeypatch, user, owner, name, library):

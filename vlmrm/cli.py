@@ -53,7 +53,7 @@ EXAMPLES_OF_VERBS = (
     "serve --model outputs/best",
     "serve --config service.toml --port 9000",
     "serve api --config service.toml",
-    "serve workers --config service.toml --engine ray",
+    "serve workers --config service.toml",
     "serve prepare --config service.toml",
 )
 

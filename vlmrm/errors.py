@@ -1,25 +1,16 @@
 """The exception tree. Every error a user can cause is one of these, and prints as one sentence.
 
-VlmrmError                  exit 1   anything below
-├── ConfigError             exit 2   a key, flag or combination of them that cannot work
-├── DataError               exit 3   a data set that cannot be read as preferences
-│   └── RowError            exit 3   one row of it, named by its id
-│       ├── MediaError      exit 3   an image or video of that row
-│       ├── ScoreError      exit 3   a score of that row that is no finite number
-│       └── UnreadColumnError exit 3 a column of that row that holds media or a prompt and is not read
-├── CheckpointError         exit 4   a checkpoint that is missing, broken, incomplete or of another kind
-├── TrainingError           exit 5   a run that cannot go on: a non-finite loss, a full disk
-├── BelowThreshold          exit 6   checkpoints that miss a required figure
-├── RewardError             exit 7   a reward that cannot be computed
-├── Interrupted             exit 130 a run stopped by Ctrl-C
-└── Preempted               exit 143 a run stopped by SIGTERM, after saving a checkpoint
-
-A message says what is wrong, where, and what to do, in one sentence.
+A message says what is wrong, where, and what to do. docs/troubleshooting.md has a table of the exit codes.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 
 
 class VlmrmError(Exception):
@@ -119,6 +110,14 @@ def finite_or_error(score: float, label: str = "score", row_id: str | None = Non
     except TypeError:
         return ScoreError(f"its {label} is {score!r:.60}, which is no number", row_id)
     return ScoreError(f"its {label} is {score}{WEIGHTS}", row_id)
+
+
+def or_error(make: Callable[Given, Made], *given: Given.args, **named: Given.kwargs) -> Made | RowError:
+    """Return what `make` returns, or the error of a row that it raises."""
+    try:
+        return make(*given, **named)
+    except RowError as error:
+        return error
 
 
 def first_line(error: BaseException) -> str:

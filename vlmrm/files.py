@@ -7,14 +7,16 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import warnings
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from uuid import uuid4
+from zipfile import ZipFile
 
 from filelock import FileLock, SoftFileLock, Timeout
 
@@ -26,6 +28,7 @@ logger = logging.getLogger("vlmrm")
 THREADS = 8
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of errors that more space mends
+
 
 # Reading -------------------------------------------------------------------------------------------------------------
 
@@ -203,3 +206,15 @@ def read_wording(path: str | Path, where: str, *placeholders: str) -> str:
         if text.count(placeholder) != 1:
             raise ConfigError(f"{where} has {placeholder} {text.count(placeholder)} times: write it once.")
     return text
+
+
+def load_torch(stream: BinaryIO, size: int) -> Any:
+    """Return the content of a file of `size` bytes: tensors on the CPU, numbers, texts and their containers."""
+    if stream.read(2) == b"PK":
+        with ZipFile(stream) as archive:
+            if sum(entry.file_size for entry in archive.infolist()) > size:
+                raise pickle.UnpicklingError("it is compressed, or claims more bytes than it has")
+    import torch
+
+    stream.seek(0)
+    return torch.load(stream, map_location="cpu", weights_only=True)

@@ -38,7 +38,16 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "ray": ("ray",),
     "rewards": ("rapidocr", "onnxruntime", "rapidfuzz", "ftfy"),
     "serve": (
-        *("fastapi", "starlette", "anyio", "uvicorn", "python_multipart", "opentelemetry", "prometheus_client"),
+        *(
+            "fastapi",
+            "starlette",
+            "anyio",
+            "httptools",
+            "uvloop",
+            "python_multipart",
+            "opentelemetry",
+            "prometheus_client",
+        ),
         "redis",
     ),
     "otel": ("opentelemetry",),

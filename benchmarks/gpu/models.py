@@ -14,7 +14,7 @@ from transformers import Qwen2_5_VLConfig
 from benchmarks import harness
 from benchmarks.shapes import PAD, QWEN, configuration, reward_checkpoint
 from vlmrm.modeling.manifest import COMPLETE
-from vlmrm.training.utilisation import data_sheet_rate
+from vlmrm.training.step import data_sheet_rate
 
 # Of Qwen2.5-VL-3B and 7B, from their config.json; a test compares them where the files are.
 TEXT: dict[str, dict[str, Any]] = {

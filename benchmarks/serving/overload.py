@@ -1,7 +1,8 @@
-"""The service at twice the load that its own process can bear: what it still answers, and how soon it refuses.
+"""The service at twice and ten times the load that it can bear: what it still answers, and how soon it refuses.
 
 The reward costs nothing, so the API is the bottleneck. Requests come at random times, each by a connection of its
-own, from a process of their own; a client waits `PATIENCE_S` for its answer.
+own, from a process of their own; a client waits `PATIENCE_S` for its answer. Rows with `_busy` are measured beside two
+programs that compute all the time, as a trainer on the same cores does.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ import asyncio
 import json
 import multiprocessing
 import random
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 
 from benchmarks.harness import Row, row
 from benchmarks.protocols import questions
@@ -25,8 +30,9 @@ from benchmarks.watching import watched
 
 T = TypeVar("T")
 
-LOAD = 2.0
-GOODPUT, REFUSED_MS, OTHER, HEALTH_MS = 0.9, 50.0, 1.5, 50.0
+LOAD, FLOOD = 2.0, 10.0
+FLOODED = 0.7  # of capacity, at that
+CORE_MS = 0.6  # of the core's CPU time for a request
 PATIENCE_S = 10.0
 TIMELY_S = 3.0  # in which an answer counts
 CLIENTS = 32  # at a time, to measure capacity
@@ -64,24 +70,70 @@ class Reply:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Targets:
+    """What is asked of a service: of its capacity answered, ms until a refusal, of another reward, ms of /health."""
+
+    goodput: float
+    refused_ms: float
+    other: float
+    health_ms: float
+
+
+QUIET, BUSY = Targets(0.9, 20.0, 1.5, 20.0), Targets(0.8, 50.0, 3.0, 50.0)
+
+
 def overload(folder: Path, seconds: float) -> list[Row]:
     """Measure the service for so many seconds under each of its loads."""
     config = folder / "overload.toml"
     config.write_text(CONFIG.format(folder=Path(__file__).parent))
     with server(*SERVE, "--config", str(config), "--port", log=folder / "overload.log") as (url, process):
-        port = int(url.rpartition(":")[2])
-        rate = _in_process(_capacity, port, seconds)
-        [alone] = _in_process(_storm, port, [Load("other", OTHER_RATE, seconds)])
-        with watched(port, process) as read_watch:
-            loaded, other = _in_process(
-                _storm, port, [Load("loaded", LOAD * rate, seconds), Load("other", OTHER_RATE, seconds)]
-            )
-            health = float(np.percentile(read_watch().health, 99))
-    return rows(loaded, other, alone, health, rate, seconds)
+        port, core = int(url.rpartition(":")[2]), psutil.Process(process)
+        before = sum(core.cpu_times()[:2])
+        rate, count = _in_process(_capacity, port, seconds)
+        core_ms = 1000 * (sum(core.cpu_times()[:2]) - before) / count
+        found = _loaded(port, process, rate, seconds, QUIET, "")
+        flood_rate = rate
+        [flood] = _in_process(_storm, port, [Load("loaded", FLOOD * rate, seconds)])
+        with beside_busy_programs():
+            rate, _ = _in_process(_capacity, port, seconds)
+            found += _loaded(port, process, rate, seconds, BUSY, "_busy")
+    timely = sum(reply.status == 200 and reply.seconds < TIMELY_S for reply in flood) / seconds
+    lost = sum(reply.status not in (200, 503) for reply in flood)
+    flooded = row("overload_10x", timely / flood_rate, "of capacity", at_least=FLOODED, unanswered=lost)
+    return [*found, flooded, row("core_ms", core_ms, "ms a request", at_most=CORE_MS)]
+
+
+def _loaded(port: int, process: int, rate: float, seconds: float, targets: Targets, suffix: str) -> list[Row]:
+    [alone] = _in_process(_storm, port, [Load("other", OTHER_RATE, seconds)])
+    with watched(port, process) as read_watch:
+        loads = [Load("loaded", LOAD * rate, seconds), Load("other", OTHER_RATE, seconds)]
+        loaded, other = _in_process(_storm, port, loads)
+        health = float(np.percentile(read_watch().health, 99))
+    return rows(loaded, other, alone, health, rate, seconds, targets, suffix)
+
+
+@contextmanager
+def beside_busy_programs() -> Generator[None]:
+    """Have two programs compute."""
+    programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        yield
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
 
 
 def rows(
-    loaded: Sequence[Reply], other: Sequence[Reply], alone: Sequence[Reply], health: float, rate: float, seconds: float
+    loaded: Sequence[Reply],
+    other: Sequence[Reply],
+    alone: Sequence[Reply],
+    health: float,
+    rate: float,
+    seconds: float,
+    targets: Targets = QUIET,
+    suffix: str = "",
 ) -> list[Row]:
     answered = [reply.seconds for reply in loaded if reply.status == 200]
     timely = sum(seconds < TIMELY_S for seconds in answered)
@@ -94,19 +146,22 @@ def rows(
         "failed": sum(reply.status not in (0, 200, 503) for reply in loaded),
     }
     return [
-        row("overload", timely / seconds / rate, "of capacity", at_least=GOODPUT, capacity_per_s=rate, **counts)
-        | {"answered_p99_ms": _p99_ms(answered)},
+        row(f"overload{suffix}", timely / seconds / rate, "of capacity", at_least=targets.goodput, **counts)
+        | {"answered_p99_ms": _p99_ms(answered), "capacity_per_s": rate},
         # A smoke run may refuse nothing.
-        *([row("overload_refusals", _p99_ms(refused), "ms at p99", at_most=REFUSED_MS)] if refused else []),
+        *(
+            [row(f"overload_refusals{suffix}", _p99_ms(refused), "ms at p99", at_most=targets.refused_ms)]
+            * bool(refused)
+        ),
         row(
-            "overload_other",
+            f"overload_other{suffix}",
             _p99_ms(_waited(other)) / _p99_ms(_waited(alone)),
             "x alone at p99",
-            at_most=OTHER,
+            at_most=targets.other,
             answered=sum(reply.status == 200 for reply in other),
             of=len(other),
         ),
-        row("health_p99", health, "ms", at_most=HEALTH_MS),
+        row(f"health_p99{suffix}", health, "ms", at_most=targets.health_ms),
     ]
 
 
@@ -167,8 +222,8 @@ async def _send(port: int, request: bytes) -> Reply:
         return Reply(0, PATIENCE_S)
 
 
-def _capacity(port: int, seconds: float) -> float:
-    """Return the requests that are answered a second, when each of the clients waits for its last answer."""
+def _capacity(port: int, seconds: float) -> tuple[float, int]:
+    """Return the requests that are answered a second, when each client waits for its last answer, and in all."""
     requests = _requests("loaded")
 
     async def ask(duration: float) -> int:
@@ -178,9 +233,10 @@ def _capacity(port: int, seconds: float) -> float:
             count += sum(reply.status == 200 for reply in replies)
         return count
 
-    asyncio.run(ask(seconds / 4))  # warms up
+    warming = asyncio.run(ask(seconds / 4))
     began = time.perf_counter()
-    return asyncio.run(ask(seconds)) / (time.perf_counter() - began)
+    count = asyncio.run(ask(seconds))
+    return count / (time.perf_counter() - began), warming + count
 
 
 def _storm(port: int, loads: Sequence[Load]) -> list[list[Reply]]:

@@ -13,7 +13,7 @@ from PIL import Image
 from tests.evaluation.scored import results_of, scored
 from vlmrm import cli
 from vlmrm.errors import CheckpointError, ConfigError
-from vlmrm.evaluation.card import write_card
+from vlmrm.evaluation.report import write_card
 from vlmrm.evaluation.schema import dump_results
 from vlmrm.measures.analysis import figures
 from vlmrm.modeling import verify_complete, write_complete

@@ -17,8 +17,8 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import ModelArguments, freeze, lora_config
+from vlmrm.modeling.adapters import NOT_QUANTIZED, layers_to_quantize
 from vlmrm.modeling.parts import part_of
-from vlmrm.modeling.quantization import NOT_QUANTIZED, layers_to_quantize
 from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
 from .table import FAMILIES

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from tests.pair_frames import pair_frame
-from vlmrm.measures.audit import audit
+from vlmrm.measures.analysis import audit
 from vlmrm.measures.interventions import INTERVENTIONS
 
 Rng = np.random.Generator

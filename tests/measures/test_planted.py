@@ -7,7 +7,7 @@ import pytest
 
 from tests.measures.planted import GUILTY, INNOCENT, Planted, trial, truth_of
 from tests.pair_frames import pair_frame
-from vlmrm.measures.audit import Finding, audit, holm
+from vlmrm.measures.analysis import Finding, audit, holm
 
 SEEDS = 8
 RNG = np.random.default_rng(0)

@@ -8,7 +8,7 @@ from peft import get_peft_model
 
 from tests.modeling.samples import SAMPLES, batch_of, scores
 from vlmrm.modeling import ModelArguments, load_for_training, load_processor, lora_config, quantization_config
-from vlmrm.modeling.quantization import keep_trainable, layers_to_quantize
+from vlmrm.modeling.adapters import keep_trainable, layers_to_quantize
 
 QLORA = ModelArguments(use_peft=True, lora_r=4, load_in_4bit=True, lora_vit=True)
 

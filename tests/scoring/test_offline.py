@@ -280,7 +280,7 @@ def test_two_processes_under_torchrun_write_what_one_does(job, tmp_path):
 def test_two_ray_workers_write_what_one_process_writes(job, tmp_path):
     import ray
 
-    from vlmrm.scoring.ray_data import score_on_ray
+    from vlmrm.scoring.offline import score_on_ray
 
     data = [broken_rows(tmp_path), colour_pairs(tmp_path / "p", 9)]
     alone, shared = job(*data, output="alone"), job(*data, output="shared")

@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import queue
+import socket
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager, contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2 as httpx
-import uvicorn
 
 from tests import preloaded
 from vlmrm.serving.app import create_app
+from vlmrm.serving.backend import Job
+from vlmrm.serving.front import Front
+from vlmrm.serving.handler import Answerer
+from vlmrm.serving.handlers import write_request
+from vlmrm.serving.http_server import HttpRequest, listening
 from vlmrm.serving.service import Service
 from vlmrm.serving.settings import ServiceSettings, validate_settings
+from vlmrm.serving.worker.channel import pack, unpack
 
 HERE = str(Path(__file__).parent)
 
@@ -86,40 +93,77 @@ def settings_of(*rewards: dict[str, Any], **settings: Any) -> ServiceSettings:
 
 def preloading(block: dict[str, Any]) -> dict[str, Any]:
     """Let a worker of ours be forked from a process that has torch; those of fakes need none."""
-    light = block.get("engine", "").startswith("fake_reward.") or "num_cpus" in block
+    light = block.get("engine", "").startswith("fake_reward.")
     return block if light else {"venv_python": preloaded.python(), **block}
+
+
+class InProcess:
+    """A handler in the process of the service: only the way to it is shorter."""
+
+    def __init__(self, front: Front, service: Service):
+        self.app = create_app(service.settings, service)
+        self._front, self._answerer = front, Answerer(self.app, self._receive)
+        self._requests: dict[int, HttpRequest] = {}
+
+    def ask(self, request: HttpRequest) -> None:
+        self._requests[id(request)] = request
+        self._answerer.receive(unpack(pack(write_request(id(request), request))))
+
+    def cancel(self, request: HttpRequest) -> None:
+        self._answerer.receive({"cancel": id(request)})
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        if "answer" in message:
+            headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in message["headers"]]
+            request = self._requests.pop(message["answer"])
+            self._front.answered(request, message["status"], headers, message["body"], message["route"])
+
+
+@asynccontextmanager
+async def serving(service: Service, listen: int = 0) -> AsyncGenerator[tuple[Front, str]]:
+    """A started service, its front and its handler in this loop: the front, and its address."""
+    front = Front(service.settings)
+    handler = InProcess(front, service)
+    front.free = lambda _: cast(Any, handler)
+    await service.start()
+    try:
+        with socket.create_server(("127.0.0.1", listen)) as listener:
+            async with listening(front, listener):
+                yield front, f"http://127.0.0.1:{listener.getsockname()[1]}"
+                await service.drain(30)
+            await front.drain()
+    finally:
+        await service.stop()
 
 
 @asynccontextmanager
 async def running(
     *rewards: dict[str, Any], workers: bool = True, **settings: Any
 ) -> AsyncGenerator[tuple[Service, httpx.AsyncClient]]:
-    """A started service and a client of its application."""
+    """A started service and a client of it."""
     service = Service(settings_of(*(rewards or (fake(),)), **settings), workers=workers)
-    app = create_app(service)
-    async with app.router.lifespan_context(app):
-        transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            yield service, client
+    async with serving(service) as (_, url), httpx.AsyncClient(base_url=url, timeout=LONGEST_S) as client:
+        yield service, client
 
 
 @contextmanager
 def served(*rewards: dict[str, Any], listen: int = 0, **settings: Any) -> Generator[str]:
-    """The address of a server with loaded rewards on a port of this machine, for clients that need a network."""
+    """The address of a service with loaded rewards in a thread of its own, for clients that block."""
     service = Service(settings_of(*(rewards or (fake(),)), **settings))
-    server = uvicorn.Server(uvicorn.Config(create_app(service), port=listen, log_config=None))
-    thread = threading.Thread(target=server.run)
+    addresses, ended = queue.SimpleQueue[str](), threading.Event()
+
+    async def serve() -> None:
+        async with serving(service, listen) as (_, url):
+            await eventually(lambda: all(service.health(name).ready for name in service.rewards))
+            addresses.put(url)
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=[serve()])
     thread.start()
     try:
-        end = time.monotonic() + LONGEST_S
-        while not (server.started and all(health.ready for health in map(service.health, service.rewards))):
-            assert thread.is_alive(), "the server ended"
-            assert not (errors := [error for name in service.rewards for error in service.health(name).errors]), errors
-            assert time.monotonic() < end, "the server did not become ready"
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield addresses.get(timeout=LONGEST_S)
     finally:
-        server.should_exit = True
+        ended.set()
         thread.join(LONGEST_S)
         assert not thread.is_alive(), "the server did not end"
 
@@ -155,6 +199,11 @@ async def queued(service: Service, jobs: int, reward: str = "length") -> None:
         return (await service.backend.depth(reward))[0] == jobs
 
     await eventually(waits, lambda: f"there were never {jobs} jobs of {reward} in the queue")
+
+
+async def submit(service: Service, reward: str, items: list[Any]) -> str:
+    """The id of the job of items that a reward has accepted."""
+    return await service.put(Job.of(reward, items))
 
 
 async def rewards(client: httpx.AsyncClient, *prompts: str, **body: Any) -> httpx.Response:

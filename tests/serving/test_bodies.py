@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from tests.serving.services import Gate, in_loop, rewards, running
+from vlmrm.serving.front import Admission
 
 
 @in_loop
 async def test_a_request_facing_long_waits_is_refused_unparsed(monkeypatch):
     async with running() as (_, client):
-        scheduler = client._transport.app.state.gateway.scheduler
         assert (await rewards(client, "a cat")).status_code == 200
-        monkeypatch.setattr(scheduler, "wait", lambda lane: 7.2)
+        monkeypatch.setattr(Admission, "wait", lambda self, request: 7.2)
         answer = await client.post("/v1/rewards", content="{ no JSON", headers={"Content-Type": "application/json"})
         assert answer.status_code == 503 and answer.headers["retry-after"] == "7"
         assert answer.json()["error"]["type"] == "Busy" and "busy for the next 7.2 s" in answer.text

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.serving.sent_media import npy
-from tests.serving.services import ATTENTIVE, TALKATIVE, eventually, fake, in_loop, running
+from tests.serving.services import ATTENTIVE, TALKATIVE, eventually, fake, in_loop, running, submit
 from vlmrm.errors import CheckpointError
 from vlmrm.serving.engines import WanDecoder
 
@@ -80,7 +80,7 @@ async def test_rewards_get_videos_and_each_is_decoded_once(vae_folder):
         ]
         found = []
         for name in ("frames", "frames too"):
-            status = await service.backend.wait(await service.submit(name, items), 600)
+            status = await service.backend.wait(await submit(service, name, items), 600)
             found.append(status.outcomes)
     first, second = found
     assert [one.score for one in first] == [5, None, 7]

@@ -19,7 +19,7 @@ from tests.serving.redis_server import reserved
 from tests.serving.services import eventually, in_loop
 from vlmrm import cli
 from vlmrm.serving.settings import load_settings
-from vlmrm.serving.telemetry import Metrics
+from vlmrm.serving.telemetry import Metrics, RequestMetrics
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 FOLDER = EXAMPLES / "kubernetes"
@@ -103,7 +103,8 @@ async def test_haproxy_bounds_balances_and_names_clients(tmp_path):
 
 def test_the_dashboard_draws_each_metric_by_its_labels():
     suffixes = {"Counter": "_total", "Histogram": "_bucket", "Gauge": ""}
-    collectors = [one for one in vars(Metrics()).values() if type(one).__name__ in suffixes]
+    held = [*vars(Metrics()).values(), *vars(RequestMetrics()).values()]
+    collectors = [one for one in held if type(one).__name__ in suffixes]
     labels = {f"{it._name}{suffixes[type(it).__name__]}": {*it._labelnames, "le"} for it in collectors}
     drawn = json.loads((EXAMPLES / "serving" / "grafana.json").read_text())["panels"]
     queries = [target["expr"] for panel in drawn for target in panel.get("targets", ())]

@@ -111,6 +111,6 @@ async def test_a_reward_of_either_medium_needs_one():
     items = [{"prompt": "a", "image": picture}, {"prompt": "a", "video": [picture]}, {"prompt": "a"}]
     async with running(either) as (service, client):
         data = (await client.post("/v1/rewards", json={"items": items})).json()["data"]
-        assert service.info("either")["required"] == ["prompt"]
+        assert service.health("either").info["required"] == ["prompt"]
     wrong = "it has no image or video, which this reward needs"
     assert [(one["score"], one["error"]) for one in data] == [(1, None), (2, None), (None, wrong)]

@@ -12,18 +12,18 @@ from vlmrm.formats.rollouts import read_openrlhf_query
 from vlmrm.formats.texts import JSON_VALUES, read_text
 from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.settings import Limits
-from vlmrm.serving.strict_json import LARGE_BYTES, parse
+from vlmrm.serving.strict_json import strict_json
 
+LARGE_BYTES = 256 * 2**10
 DATA = "data:image/png;base64," + "A" * LARGE_BYTES
 
 
-@in_loop
-async def test_texts_are_bounded_and_media_are_not():
+def test_texts_are_bounded_and_media_are_not():
     limits = Limits(max_text_bytes=1000)
-    assert await parse(json.dumps({"image": DATA, "raw": "A" * 2000, "prompt": "a b" * 300}).encode(), limits)
+    assert strict_json(json.dumps({"image": DATA, "raw": "A" * 2000, "prompt": "a b" * 300}).encode(), limits)
     for value in ({"prompt": "a b" * 400}, ["a b" * 200, {"x": ["a b" * 200]}]):
         with pytest.raises(InvalidRequest, match="over the limit max_text_bytes of 1000"):
-            await parse(json.dumps([value, DATA]).encode(), limits)
+            strict_json(json.dumps([value, DATA]).encode(), limits)
 
 
 @pytest.mark.parametrize(

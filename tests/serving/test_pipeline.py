@@ -22,8 +22,7 @@ from vlmrm.conversation import Conversation, Image, Message
 from vlmrm.errors import MediaError
 from vlmrm.modeling import load_processor
 from vlmrm.rendering import MediaLimits, Renderer
-from vlmrm.serving import preparing
-from vlmrm.serving import service as serving_service
+from vlmrm.serving import gateway, preparing
 from vlmrm.serving.preparing import MediaProcesses
 from vlmrm.serving.service import Service
 
@@ -89,7 +88,7 @@ async def test_what_killed_a_worker_is_retried_alone(tmp_path):
 
 @in_loop
 async def test_a_slow_preparation_holds_nothing_else_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(serving_service, "SLOW_PIXELS", 0)
+    monkeypatch.setattr(gateway, "SLOW_PIXELS", 0)
     gate = Gate(tmp_path)
     shown = {"prompt": f"prepare: {gate.prompt}", "image": data_uri(png())}
     async with running(fake(engine="fake_reward.Prepared", options={"log": str(tmp_path / "log")})) as (_, client):

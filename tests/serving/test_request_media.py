@@ -15,8 +15,7 @@ from PIL import Image
 from tests.serving.sent_media import clip, data_uri, npy, png
 from tests.serving.services import fake, in_loop, running
 from vlmrm.errors import ConfigError, MediaError
-from vlmrm.serving.media import MediaResolver
-from vlmrm.serving.service import count_pixels
+from vlmrm.serving.media import MediaResolver, count_pixels
 from vlmrm.serving.settings import Limits
 
 

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from tests.serving.services import Gate, eventually, fake, in_loop, queued, rewards, running
+from tests.serving.services import Gate, eventually, fake, in_loop, queued, rewards, running, submit
 from vlmrm.conversation import Outcome
 from vlmrm.serving.worker_spec import revision_of
 
@@ -206,8 +206,8 @@ async def test_accepted_requests_are_finished_when_the_service_stops(tmp_path):
         gate.open()
 
     async with running(fake(batch_tokens=1)) as (service, _):
-        held = await service.submit("length", [{"prompt": gate.prompt}])
-        jobs = [await service.submit("length", [{"prompt": "x" * n}]) for n in range(4)]
+        held = await submit(service, "length", [{"prompt": gate.prompt}])
+        jobs = [await submit(service, "length", [{"prompt": "x" * n}]) for n in range(4)]
         await gate.reached()
         opening = asyncio.create_task(open_once_it_stops(service))
     await opening

@@ -45,6 +45,7 @@ def written(tmp_path):
         (f"{REWARD}{CLIENT}rewards = ['x']", "the client a opens x: choose from vlm_reward."),
         (f"{REWARD}{CLIENT}weight = 0", "clients.0.weight: "),
         (f"trusted_proxies = ['proxy']\n{REWARD}", "trusted_proxies.0: "),
+        (f"token = 't'\ntrusted_proxies = ['::1']\n{REWARD}", "by address, but here tokens do"),
         *((f"{REWARD}[limits]\n{name} = -1", f"limits.{name}: ") for name in Limits.model_fields),
         (f"redis_port = -1\n{REWARD}", "redis_port: "),
     ],

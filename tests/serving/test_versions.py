@@ -154,7 +154,7 @@ async def test_a_model_replaces_an_unloadable_one(tmp_path):
 async def test_an_operator_alone_may_change_a_model(tmp_path, token):
     async with serving(tmp_path, token="users", workers=False) as (_, client):
         for method, path in (("PUT", "model"), ("GET", "model"), ("POST", "sleep"), ("POST", "rollback")):
-            sent = {"headers": {"Authorization": f"Bearer {token}"}, "json": {"model": "x"}}
+            sent = {"headers": {"Authorization": f"Bearer {token}".strip()}, "json": {"model": "x"}}
             assert (await client.request(method, f"/v1/rewards/weights/{path}", **sent)).status_code == 401
         for path in ("/", "/v1/models", "/metrics", "/docs"):  # it opens nothing else
             assert (await client.get(path, headers=ADMIN)).status_code == 401

@@ -10,7 +10,7 @@ from benchmarks import flops
 from benchmarks.shapes import Pair, configuration, reward_model, training
 from tests.runs import colour_lists
 from vlmrm.training import step
-from vlmrm.training.utilisation import Operations
+from vlmrm.training.step import Operations
 
 
 def test_figures_count_pairs_that_people_judged():

@@ -107,7 +107,7 @@ def card(model: Path, results: Path, *, data: str) -> None:
         results: The output_file of an evaluation of it, or its .scores.parquet.
         data: Name of the evaluation data on the card, such as its hub id.
     """
-    from vlmrm.evaluation.card import write_card
+    from vlmrm.evaluation.report import write_card
 
     say(f"the model card is {write_card(model, results, data=data)}")
 

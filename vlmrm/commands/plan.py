@@ -11,7 +11,7 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
 from vlmrm.files import make_folder, require_new_file, size_text, write_file
 from vlmrm.logs import counted, duration, quiet_libraries, say
-from vlmrm.measures.audit import CLUSTERS
+from vlmrm.measures.analysis import CLUSTERS
 from vlmrm.training.memory import Memory
 from vlmrm.training.plan import Timing, TrainingPlan, plan_training, token_figures
 from vlmrm.training.recipe import (

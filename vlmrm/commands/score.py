@@ -157,7 +157,7 @@ def _score_answers(
 def _score_table(job: OfflineJob, ray_workers: int | None) -> str:
     """Score the job's rows, as a rank of the launcher or on Ray, and return the closing line."""
     if ray_workers is not None:
-        from vlmrm.scoring.ray_data import score_on_ray
+        from vlmrm.scoring.offline import score_on_ray
 
         summary = score_on_ray(job, ray_workers)
     else:

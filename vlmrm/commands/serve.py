@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from cyclopts import App
 
@@ -22,7 +21,6 @@ def serve(
     host: str | None = None,
     port: int | None = None,
     media_root: Path | None = None,
-    engine: Literal["processes", "ray"] | None = None,
 ) -> None:
     """Serve rewards over HTTP, in every protocol of docs/serving.md.
 
@@ -32,11 +30,10 @@ def serve(
         host: Address; any but this machine's own needs a token in VLMRM_TOKEN. Default: 127.0.0.1.
         port: Default: 8080; 0 for a free one.
         media_root: Folder below which requests may name files. Default: none, requests contain their media.
-        engine: Where workers run: processes of this machine, or actors of a running Ray cluster. Default: processes.
     """
     from vlmrm.serving.server import serve
 
-    serve(config, model, {"host": host, "port": port, "media_root": media_root, "engine": engine})
+    serve(config, model, {"host": host, "port": port, "media_root": media_root})
 
 
 @app.command
@@ -56,24 +53,17 @@ def api(*, config: Path, host: str | None = None, port: int | None = None) -> No
 
 @app.command
 @needs("serve", "serving")
-def workers(
-    *,
-    config: Path,
-    host: str | None = None,
-    port: int | None = None,
-    engine: Literal["processes", "ray"] | None = None,
-) -> None:
+def workers(*, config: Path, host: str | None = None, port: int | None = None) -> None:
     """Compute what API processes that share the same Redis accept; /ready and /metrics report on it.
 
     Args:
         config: The TOML file of the service, with redis_host; this host may have some of the rewards only.
         host: Address; any but this machine's own needs a token in VLMRM_TOKEN. Default: that of the file.
         port: Default: that of the file.
-        engine: Where workers run: processes of this machine, or actors of a running Ray cluster. Default: of the file.
     """
     from vlmrm.serving.server import serve
 
-    serve(config, None, {"host": host, "port": port, "engine": engine}, "workers")
+    serve(config, None, {"host": host, "port": port}, "workers")
 
 
 @app.command

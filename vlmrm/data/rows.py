@@ -27,7 +27,7 @@ from vlmrm.conversation import (
 )
 from vlmrm.data.columns import IGNORE, MALFORMED, SPECIAL
 from vlmrm.data.media import BASE64_STARTS, IMAGE_SUFFIXES, VIDEO_SUFFIXES, media_key, media_name
-from vlmrm.errors import DataError, RowError, UnreadColumnError
+from vlmrm.errors import DataError, RowError, UnreadColumnError, or_error
 from vlmrm.formats import LAYOUTS, LAYOUTS_TO_SCORE, detect_layout
 from vlmrm.formats.layout import MEDIA, Layout, ParsedRow, Row, require_list
 from vlmrm.formats.texts import PLACEHOLDERS
@@ -67,10 +67,7 @@ def read_or_error(
     """Return the row's comparison or its error; the collator decides whether an error ends the run."""
     if isinstance(cells, RowError):
         return RowError(cells.reason, row_id)
-    try:
-        return read(cells, row_id, resolve)
-    except RowError as error:
-        return error
+    return or_error(read, cells, row_id, resolve)
 
 
 def _read(

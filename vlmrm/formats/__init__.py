@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from vlmrm.errors import ConfigError, DataError
-from vlmrm.formats import annotation_tools, preferences, public_sets, ratings, rollouts, verdicts
+from vlmrm.formats import annotation_tools, preferences, ratings, rollouts, verdicts
 from vlmrm.formats.layout import MEDIA, Layout
 from vlmrm.settings import nearest
 
 # The first match reads the row, so the specific layouts come before the general ones.
 LAYOUTS: list[Layout] = [
     *(annotation_tools.label_studio, annotation_tools.argilla),
-    *(public_sets.openai_preferences, public_sets.llava_rlhf, public_sets.povid),
+    *(annotation_tools.openai_preferences, annotation_tools.llava_rlhf, annotation_tools.povid),
     *(preferences.pick_a_pic, preferences.image_reward, ratings.hpdv2, preferences.hpsv3, preferences.image_pair),
     *(ratings.ranked, ratings.ranking, ratings.completions),
     *(verdicts.text_verdict, verdicts.image_verdict, verdicts.video_verdict),
-    *(preferences.alpaca, preferences.sharegpt, preferences.swift, preferences.pair, public_sets.rlhf_v),
+    *(preferences.alpaca, preferences.sharegpt, preferences.swift, preferences.pair, annotation_tools.rlhf_v),
 ]
 LAYOUTS_TO_SCORE = [*LAYOUTS, rollouts.prompt_response, rollouts.conversation]
 

@@ -1,14 +1,22 @@
-"""The items and outcomes that the service's queue and workers exchange, of texts, numbers and bytes."""
+"""The items and outcomes of the service's queue and workers, of texts, numbers and bytes; and plain pickles."""
 
 from __future__ import annotations
 
+import pickletools
 from typing import Any, TypedDict
 
 from vlmrm.conversation import Conversation, Outcome, Sample
+from vlmrm.errors import RowError
 from vlmrm.formats.flow_factory import read_sample, write_sample
 from vlmrm.formats.openai import read_conversation, write_messages
 
 COLUMNS = ("image", "video", "condition_images", "condition_videos")
+VALUES = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+ARGUMENTS = (
+    *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
+    *("BININT", "BININT1", "BININT2", "BINFLOAT"),
+)
+MAX_OPERATIONS = 100_000  # each of a few bytes, and a Python object
 
 
 class Item(TypedDict, total=False):
@@ -80,3 +88,46 @@ def _write(reference: Any) -> Any:
     if isinstance(reference, (list, tuple)):
         return [*map(_write, reference)]
     return {"bytes": bytes(reference)} if isinstance(reference, (bytes, bytearray, memoryview)) else reference
+
+
+def read_pickle(data: bytes) -> Any:
+    """Return the plain data of a pickle of protocol 4 or 5, Python's since 3.8; nothing in it is run."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: list[Any] = []
+    try:
+        for count, (operation, argument, _) in enumerate(pickletools.genops(data)):
+            name = operation.name
+            if count == MAX_OPERATIONS:
+                raise RowError(f"a pickle has over {MAX_OPERATIONS} operations: send fewer items at a time")
+            if name in ARGUMENTS:
+                stack.append(argument)
+            elif name in VALUES:
+                stack.append(VALUES[name])
+            elif name in ("EMPTY_LIST", "EMPTY_DICT"):
+                stack.append([] if name == "EMPTY_LIST" else {})
+            elif name == "MARK":
+                marks.append(len(stack))
+            elif name == "MEMOIZE":
+                memo.append(stack[-1])
+            elif name in ("BINGET", "LONG_BINGET") and isinstance(it := memo[int(argument or 0)], (str, bytes)):
+                stack.append(it)  # a list twice could hold itself
+            elif name in ("APPEND", "APPENDS", "SETITEM", "SETITEMS"):
+                _fill(stack, marks.pop() if name.endswith("S") else len(stack) - (1 if name == "APPEND" else 2))
+            elif name == "STOP":
+                return stack.pop()
+            elif name not in ("PROTO", "FRAME"):
+                raise RowError(f"a pickle holds more than plain data ({name}), and none is unpickled here: send JSON")
+    except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+        raise RowError("the body is no whole pickle of protocol 4 or 5") from error
+    raise RowError("the body is no whole pickle of protocol 4 or 5")
+
+
+def _fill(stack: list[Any], start: int) -> None:
+    """Put what is on the stack from `start` into the list or dictionary below it."""
+    container, content = stack[start - 1], stack[start:]
+    del stack[start:]
+    if isinstance(container, dict):
+        container.update(zip(content[::2], content[1::2], strict=True))
+    else:
+        container.extend(content)

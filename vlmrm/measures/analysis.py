@@ -1,27 +1,205 @@
-"""All metrics of one checkpoint's scored pairs: overall, by category, and by any column of the data."""
+"""All metrics of one checkpoint's scored pairs: overall, by category, by any column, and the audit.
+
+The audit says what a preference rests on, decided by equivalence tests for all questions together. A question is an
+intervention with its repeats, whose credits are averaged; of a judge its two orders are one too. What differs between
+pairs as they are accuses nobody: where the better answer is longer, it may be easier to tell as well. Two claims can
+be made: *reliant*, that accuracy changes by more than a margin, and *not reliant*, that it changes by less (two
+one-sided tests, Schuirmann 1987). What neither test shows is *undecided*: that no loss is seen is no proof that there
+is none. Only one of both claims can be wrong, and Holm's procedure over all questions keeps the probability that any
+of them is wrong to 5 %.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
+from scipy.special import stdtr, stdtrit
 
 from vlmrm.errors import ConfigError
-from vlmrm.measures.audit import audit
-from vlmrm.measures.intervals import Figure
+from vlmrm.measures.intervals import NAN, Estimate, Figure, Mean, spread, with_both_signs, with_ends
+from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRICS
-from vlmrm.measures.pairs import PairArrays, check_pairs
+from vlmrm.measures.pairs import PairArrays, check_pairs, credits_of
 
 GROUP = "by/"
+MARGIN = 0.05  # of accuracy: a larger change counts, a smaller one counts as none
+CLUSTERS = 20  # with fewer, no claim is made
+LEVEL, POWER = 0.05, 0.8
+CHANCE = 0.5
+
+State = Literal["reliant", "not reliant", "undecided"]
+
+
+class Finding(NamedTuple):
+    """The answer to one question.
+
+    `loss` is the accuracy that is lost, below zero gained; of the order it is what standing first is worth.
+    """
+
+    name: str  # of the intervention
+    family: str
+    state: State
+    loss: Estimate
+    left: Estimate  # the accuracy under the change
+    margin: float
+    p_value: float  # of the nearer claim, adjusted for all questions
+    detectable: float  # the loss that would have been found with a probability of 80 %, NaN where none
+    reason: str  # what is in the way of a claim
+    averaged: int  # of how many variants, such as donors or neutral pictures, the figures are the mean
+
+
+def audit(frame: pd.DataFrame) -> list[Finding]:
+    """Return a finding for each question that the scored pairs of one checkpoint allow, in their declared order."""
+    pairs = PairArrays(frame)
+    found = [it for name in INTERVENTIONS if (it := _of_intervention(pairs, name)) is not None]
+    testable = [finding for finding, _ in found if not finding.reason]
+    adjusted = dict(zip((it.name for it in testable), holm([it.p_value for it in testable]), strict=True))
+    return [_answer(finding, test, adjusted.get(finding.name, 1.0), len(testable)) for finding, test in found]
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values adjusted by Holm's procedure (1979), in their order."""
+    p = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(p, kind="stable")
+    stepped = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
+    adjusted = np.empty(len(p))
+    adjusted[order] = np.minimum(stepped, 1.0)
+    return adjusted.tolist()
+
+
+def deciding(findings: Sequence[Finding], family: str) -> Finding | None:
+    """Return the finding that speaks for a family of which a part is gone, None where it was not asked.
+
+    What takes the place of a part in another row decides, since a model may know nothing like an empty one: grey
+    pictures may only be strange to it. Where there is nothing else, several neutral ones have to agree.
+    """
+    of_family = [finding for finding in findings if finding.family == family]
+    exchanged = [finding for finding in of_family if INTERVENTIONS[finding.name].decides]
+    if exchanged or not of_family:
+        return next(iter(exchanged), None)
+    return of_family[0]
+
+
+Question = tuple[Finding, "_Test"]  # a claim with its own p-value, before all are taken together
+
+
+def _answer(finding: Finding, test: _Test, adjusted: float, count: int) -> Finding:
+    detectable = NAN
+    if test.freedom:
+        needed = stdtrit(test.freedom, 1 - LEVEL / max(count, 1)) + stdtrit(test.freedom, POWER)
+        detectable = float(finding.margin + needed * test.error)
+    return finding._replace(
+        state="undecided" if finding.reason or adjusted > LEVEL else finding.state,
+        p_value=NAN if finding.reason else adjusted,
+        detectable=detectable if detectable <= 1 else NAN,
+    )
+
+
+def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
+    """Return the question of an intervention; None for a repeat, and where it was not scored."""
+    intervention = INTERVENTIONS[name]
+    if intervention.repeats is not None:
+        return None
+    if intervention.family == "order" and not np.isnan(pairs.positions).all():
+        return _of_both_orders(pairs, name)
+    names = [name, *(repeat for repeat, declared in INTERVENTIONS.items() if declared.repeats == name)]
+    altered = [credits_of(pairs.altered_margins(variant)) for variant in names if f"{variant}_chosen" in pairs.frame]
+    altered = [credits for credits in altered if not np.isnan(credits).all()]
+    if not altered:
+        return None
+    mean = mean_of(altered)
+    change = pairs.credits - mean
+    if intervention.family == "order":  # what standing first is worth, wherever the chosen answer stands
+        chosen, rejected = pairs.sides("branch").T
+        change = np.where(chosen < rejected, change, -change)
+    loss = Mean(change, scale="difference")
+    # Donors are alike, and their mean is what counts; neutral pictures are not, and each has to show it.
+    together = [loss]
+    if len(altered) > 1 and not intervention.decides:
+        together += [Mean(pairs.credits - credits, scale="difference") for credits in altered]
+    tests = [_test(figure, pairs.clusters, MARGIN, gain_counts=not intervention.attack) for figure in together]
+    claim: State = "reliant" if all(test.claim == "reliant" for test in tests) else "not reliant"
+    agree = len({test.claim for test in tests}) == 1
+    p = max(test.p for test in tests)
+    reason = ""
+    if not agree:
+        reason = "The neutral pictures contradict each other."
+    elif len(altered) == 1 and intervention.family == "image" and not intervention.decides and _has_texts(pairs):
+        reason = "One neutral picture may only be strange to it."
+    elif claim == "not reliant" and not intervention.attack:
+        # A model that is right as often as chance has nothing to lose.
+        above = _test(Mean(np.where(np.isnan(mean), np.nan, pairs.credits - CHANCE)), pairs.clusters, MARGIN)
+        p = max(p, above.p if above.centre > 0 and above.claim == "reliant" else 1.0)
+    one_question = "prompt_text" in pairs.frame and pairs.frame["prompt_text"].nunique() == 1
+    if intervention.family == "question" and not intervention.decides and one_question:
+        reason = "All rows ask the same question, so that these data cannot tell; those of several would."
+    of_loss = tests[0].estimate
+    left = Mean(np.where(np.isnan(pairs.credits), np.nan, mean), scale="share").estimate(pairs.clusters)
+    found = Finding(
+        name, intervention.family, claim, of_loss, left, MARGIN, p, NAN, _too_few(of_loss) or reason, len(altered)
+    )
+    return found, tests[0]
+
+
+def mean_of(credits: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the mean of the credits [N] that are there, NaN where none is."""
+    stacked = np.stack(credits)
+    counts = (~np.isnan(stacked)).sum(axis=0)
+    return np.divide(np.nansum(stacked, axis=0), counts, out=np.full(len(counts), np.nan), where=counts > 0)
+
+
+def _of_both_orders(pairs: PairArrays, name: str) -> Question:
+    """Return what standing first is worth to a judge, whose verdict is the mean of both orders."""
+    first, second = pairs.positions.T
+    test = _test(Mean(first - second, scale="difference"), pairs.clusters, MARGIN)
+    left = Mean(second, scale="share").estimate(pairs.clusters)
+    return Finding(
+        name, "order", test.claim, test.estimate, left, MARGIN, test.p, NAN, _too_few(test.estimate), 1
+    ), test
+
+
+def _too_few(of: Estimate) -> str:
+    return f"{of.clusters} clusters are too few to tell." if of.clusters < CLUSTERS else ""
+
+
+class _Test(NamedTuple):
+    claim: State
+    p: float
+    centre: float
+    error: float
+    freedom: int
+    estimate: Estimate
+
+
+def _test(figure: Figure, clusters: np.ndarray, margin: float, *, gain_counts: bool = True) -> _Test:
+    """Test whether a mean difference is beyond ±margin, or within; `p` is that of the nearer claim.
+
+    Where a gain does not count, anything below the margin is within: who punishes a decoration does no wrong.
+    """
+    influence = figure.influence()
+    of, count = spread(influence, clusters)
+    change = with_ends(influence, of, count, "difference")
+    if not of.freedom:
+        return _Test("not reliant", 1.0, influence.value, NAN, 0, change)
+    centre, error = with_both_signs(influence.value, of)
+    beyond = (abs(centre) if gain_counts else centre) - margin
+    p = float(stdtr(of.freedom, -abs(beyond) / error))
+    return _Test("reliant" if beyond > 0 else "not reliant", p, centre, error, of.freedom, change)
+
+
+def _has_texts(pairs: PairArrays) -> bool:
+    """Return whether an answer has a text: images alone differ in their pixels, and grey leaves nothing of them."""
+    return not np.isnan(pairs.longer).all() or not bool((pairs.sides("pixels") > 0).any())
 
 
 def analyse(frame: pd.DataFrame) -> dict[str, Any]:
     """Return `figures` of the scored pairs of one checkpoint: `overall`, by `category`, and for every column by/NAME.
 
-    Rows without a value are in `overall` only. `audit` are the findings of `vlmrm.measures.audit`.
+    Rows without a value are in `overall` only. `audit` are the findings of the audit.
     """
     check_pairs(frame)
     columns = [name for name in map(str, frame) if name.startswith(GROUP)]

@@ -22,10 +22,9 @@ from vlmrm.modeling.parts import freeze
 from vlmrm.modeling.reward_model import RewardModel, reward_model_class
 
 if TYPE_CHECKING:
-    from vlmrm.modeling.adapters import lora_config
+    from vlmrm.modeling.adapters import lora_config, quantization_config
     from vlmrm.modeling.loading import LoadedReward, load_checkpoint, load_weights, merge
     from vlmrm.modeling.published_import import import_reward
-    from vlmrm.modeling.quantization import quantization_config
     from vlmrm.modeling.tiny import make_tiny, make_tiny_reward_model
 
 # Modules that a training may do without, imported on the first use of a name.
@@ -35,7 +34,7 @@ LAZY = {
     "load_checkpoint": "loading",
     "load_weights": "loading",
     "lora_config": "adapters",
-    "quantization_config": "quantization",
+    "quantization_config": "adapters",
     "merge": "loading",
     "make_tiny": "tiny",
     "make_tiny_reward_model": "tiny",

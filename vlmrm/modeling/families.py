@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from transformers import PreTrainedConfig
@@ -52,6 +53,8 @@ class Family:
 BY_CONVOLUTIONS = "its short convolutions and their state layers cannot be forked here"
 BY_WORDS = "its images are words, whose embeddings are those of the language model"
 BY_INDEX = "an index chooses the keys of each token among those before it in the row"
+as_qwen = partial(Family, trains_all=True, videos_as_images=True, host_layout=True)
+as_glm = partial(Family, kinds_apart=True, host_layout=True, in_place=True)
 FAMILIES = (
     Family("Aria", ["aria"]),
     Family("Aya Vision", ["aya_vision"]),
@@ -76,17 +79,10 @@ FAMILIES = (
     Family("Gemma 3n", ["gemma3n"], mergers=["embed_vision"]),
     Family("Gemma 4", ["gemma4"], mergers=["embed_vision"]),
     Family("Gemma 4 Unified", ["gemma4_unified"], towers=["embed_vision"], mergers=[]),
-    Family(
-        "GLM-4.1V, 4.6V, GLM-GA",
-        ["glm4v", "glm46v", "glmga"],
-        kinds_apart=True,
-        host_layout=True,
-        grids_on_device=True,
-        in_place=True,
-    ),
-    Family("GLM-4.5V", ["glm4v_moe"], kinds_apart=True, host_layout=True, grids_on_device=True, in_place=True),
+    as_glm("GLM-4.1V, 4.6V, GLM-GA", ["glm4v", "glm46v", "glmga"], grids_on_device=True),
+    as_glm("GLM-4.5V", ["glm4v_moe"], grids_on_device=True),
     Family("GLM-5 Next", ["glm5_next"], padded=BY_INDEX),
-    Family("GLM-OCR", ["glm_ocr"], kinds_apart=True, host_layout=True, in_place=True),
+    as_glm("GLM-OCR", ["glm_ocr"]),
     Family("GOT-OCR 2", ["got_ocr2"]),
     Family("Granite Docling", ["granite_docling"], mergers=["vision_model.connector"], constants=["router_logits"]),
     Family(
@@ -139,36 +135,19 @@ FAMILIES = (
     Family("PaddleOCR-VL", ["paddleocr_vl"], mergers=["projector"]),
     Family("Perception LM", ["perception_lm"]),
     Family("Qianfan-OCR", ["qianfan_ocr"]),
-    Family("Qwen2-VL", ["qwen2_vl"], trains_all=True, videos_as_images=True, host_layout=True, in_place=True),
-    Family(
-        "Qwen2.5-VL, MiMo-VL",
-        ["qwen2_5_vl"],
-        trains_all=True,
-        videos_as_images=True,
-        host_layout=True,
-        in_place=True,
-        compiled=True,
-    ),
+    as_qwen("Qwen2-VL", ["qwen2_vl"], in_place=True),
+    as_qwen("Qwen2.5-VL, MiMo-VL", ["qwen2_5_vl"], in_place=True, compiled=True),
     Family("Qwen2.5-Omni, its thinker", ["qwen2_5_omni_thinker"], host_layout=True),
-    Family("Qwen3-VL", ["qwen3_vl"], trains_all=True, videos_as_images=True, host_layout=True),
-    Family(
-        "Qwen3-VL, mixtures of experts", ["qwen3_vl_moe"], trains_all=True, videos_as_images=True, host_layout=True
-    ),
+    as_qwen("Qwen3-VL", ["qwen3_vl"]),
+    as_qwen("Qwen3-VL, mixtures of experts", ["qwen3_vl_moe"]),
     Family(
         "Qwen3-Omni, its thinker",
         ["qwen3_omni_moe_thinker"],
         mergers=["visual.merger", "visual.merger_list"],
         host_layout=True,
     ),
-    Family("Qwen3.5", ["qwen3_5"], trains_all=True, videos_as_images=True, host_layout=True, in_place=True),
-    Family(
-        "Qwen3.5, mixtures of experts",
-        ["qwen3_5_moe"],
-        trains_all=True,
-        videos_as_images=True,
-        host_layout=True,
-        in_place=True,
-    ),
+    as_qwen("Qwen3.5", ["qwen3_5"], in_place=True),
+    as_qwen("Qwen3.5, mixtures of experts", ["qwen3_5_moe"], in_place=True),
     Family("Qwen4, experimental", ["qwen4_exp"], padded=BY_INDEX),
     Family("SmolVLM", ["smolvlm"]),
     Family("Step 3.7", ["step3p7"]),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from vlmrm.errors import CheckpointError, first_line
+from vlmrm.files import load_torch
 from vlmrm.libraries import hub_answers
 from vlmrm.modeling.manifest import (
     ADAPTER_CONFIG,
@@ -31,7 +32,6 @@ from vlmrm.modeling.manifest import (
     read_json_of,
     weight_names,
 )
-from vlmrm.unpickling import load_torch
 
 T = TypeVar("T")
 

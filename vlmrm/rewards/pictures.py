@@ -1,21 +1,24 @@
-"""Pictures as judges and reward servers are sent them: base64 of a file, encoded once for all of them."""
+"""Pictures of samples: which a reward looks at, equal ones once; and as base64 for judges and reward servers."""
 
 from __future__ import annotations
 
 import base64
 import io
 import zlib
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from threading import Condition
-from typing import Literal
+from typing import Any, Literal
 
 from cachetools import LRUCache, cached
 from PIL import Image
 from pydantic import Field
 
 from vlmrm.data.media import media_key, open_image
+from vlmrm.errors import RewardError
 from vlmrm.settings import Strict
 
 CACHED_CHARACTERS = 2**27
+FRAMES = ("first", "mean")
 
 
 class Encoding(Strict, frozen=True, strict=True):
@@ -49,3 +52,26 @@ def _encoded(image: Image.Image, encoding: Encoding | None) -> str:
     else:
         rgb.save(file, format=encoding.format, **({"quality": encoding.quality} if encoding.format == "jpeg" else {}))
     return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def views_of(
+    image: Sequence[Image.Image] | None, video: Sequence[Sequence[Image.Image]] | None, frames: str
+) -> list[Sequence[Image.Image]]:
+    """Return the images of each sample: its image, or the first frame or all frames of its video."""
+    if image is not None and video is not None:
+        raise RewardError("there are images and videos, and one of them is to be rewarded: give one.")
+    if image is not None:
+        return [[picture] for picture in image]
+    if video is None:
+        raise RewardError("there is neither an image nor a video to reward: give one.")
+    return [clip[:1] if frames == "first" else clip for clip in video]
+
+
+def once_each(
+    keys: Iterable[Hashable], items: Sequence[Any], compute: Callable[[list[Any]], Iterable[Any]]
+) -> list[Any]:
+    """Return what `compute` makes of each item, and of equal ones once: they tie exactly."""
+    keys = list(keys)
+    distinct = dict(zip(keys, items, strict=True))
+    by_key = dict(zip(distinct, compute(list(distinct.values())), strict=True))
+    return [by_key[key] for key in keys]

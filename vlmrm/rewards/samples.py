@@ -1,4 +1,4 @@
-"""Samples to be rewarded, as columns of equal length, and one call of a reward model with them."""
+"""Samples to be rewarded, as columns of equal length, and a call of a reward model with them or with conversations."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from vlmrm.conversation import media_of, text_of
+from vlmrm.conversation import Conversation, media_of, text_of
 from vlmrm.data.media import RoundMedia, media_round, once, open_image
 from vlmrm.errors import MediaError, RewardError, RowError
+from vlmrm.formats.flow_factory import conversation_to_sample, write_sample
 from vlmrm.formats.openai import read_messages, read_reference
-from vlmrm.rewards.contract import BaseRewardModel, RewardArguments, RewardModelOutput
+from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, RewardArguments, RewardModelOutput
 
 if TYPE_CHECKING:
     import torch
 
 MEDIA = ("image", "video", "condition_images", "condition_videos")
 PARTS = {"video": "image", "condition_images": "image", "condition_videos": "video"}  # the items of a list of media
+Content = Conversation | Mapping[str, Any] | RowError
 
 
 class Samples:
@@ -400,3 +402,39 @@ CONVERTERS: dict[tuple[str, bool], Callable[[Any], Any]] = {
     ("condition_videos", False): _frames(_frames(to_pil)),
     ("condition_videos", True): _stacked(_frames(_video_tensor)),
 }
+
+
+def reward_items(model: BaseRewardModel, items: Sequence[Content], groups: Sequence[Hashable]) -> CallResult:
+    """Return the rewards of conversations that end with the answer and of samples by their columns, by index.
+
+    An item that is an error, or lacks what the reward needs, fails alone. `groups` has the id of each item's group.
+    """
+    reads_answers = bool(accepted_fields(model, ["response"]))
+    rows = [_item_row(model, item, reads_answers) for item in items]
+    names = dict.fromkeys(["prompt", *(name for row in rows for name in row if name != "group")])
+    samples = Samples({name: [row.get(name) for row in rows] for name in names}, groups)
+    if isinstance(model, GroupwiseRewardModel):
+        batches = samples.by_group().values()
+    else:
+        batches = batched(model, samples, range(len(samples)), model.config.batch_size)
+    result = CallResult()
+    for batch in batches:
+        result.update(call(model, samples.take(batch)))
+    return result
+
+
+def _item_row(model: BaseRewardModel, item: Content, reads_answers: bool) -> Mapping[str, Any]:
+    """Return the columns of an item, or as its prompt why it has none."""
+    try:
+        if isinstance(item, RowError):
+            raise item
+        row = write_sample(conversation_to_sample(item)) if isinstance(item, Conversation) else item
+        for names in required_columns(model):
+            if all(row.get(name) is None for name in names):
+                raise RowError(f"it has no {' or '.join(names)}, which this reward needs")
+        # A sample may have columns for other rewards, but a conversation is about its answer.
+        if isinstance(item, Conversation) and row.get("response") is not None and not reads_answers:
+            raise RowError("its answer is no image or video alone, and this reward reads no response")
+        return row
+    except RowError as error:
+        return {"prompt": error}

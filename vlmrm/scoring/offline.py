@@ -21,14 +21,14 @@ from torch.utils.data import IterableDataset, Subset
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.columns import Columns
-from vlmrm.data.comparisons import RowReader, data_fingerprint, open_groups
+from vlmrm.data.comparisons import RowReader, SourceGroup, data_fingerprint, open_groups
 from vlmrm.data.kinds import unreadable
 from vlmrm.data.rows import read_answers, read_or_error
-from vlmrm.data.streams import SourceGroup
 from vlmrm.engine import ScoredRow
-from vlmrm.errors import ConfigError, DataError
+from vlmrm.errors import ConfigError, DataError, VlmrmError
 from vlmrm.files import atomic_write, make_folder, write_json
 from vlmrm.formats import LAYOUTS_TO_SCORE
+from vlmrm.libraries import needs
 from vlmrm.logs import progress
 from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.scoring.scorer import LocalScorer
@@ -298,3 +298,65 @@ def _errors(path: Path) -> int:
     groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
     # A footer numbers leaf columns, and each column of SCHEMA has one leaf.
     return sum(group.num_rows - group.column(column).statistics.null_count for group in groups)
+
+
+class ShardWorker:
+    """A Ray actor that loads the model and opens the input once."""
+
+    def __init__(self, job: OfflineJob):
+        self.scoring = ShardScoring(job, job.load_scorer(), job.open_rows())
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        self.scoring.write(batch["shard"].tolist())
+        return batch
+
+
+def score_on_ray(job: OfflineJob, workers: int) -> Summary | None:
+    """Score as `score_offline` does, on `workers` actors of the cluster, each with a GPU where the cluster has any.
+
+    The cluster is that of RAY_ADDRESS or, without it, this machine. All of it must reach input, model and output: on a
+    shared file system, or the hub for input and model.
+    """
+    with needs("ray", "scoring on Ray"):
+        import ray
+        import ray.data
+        import ray.exceptions
+    job = _with_absolute_paths(job)
+    rows = job.open_rows()
+    if not isinstance(rows, TableRows):
+        raise ConfigError("Ray workers read rows by number, which a stream does not allow: leave out streaming.")
+    shards = job.shards
+    missing = [{"shard": number} for number in range(shards.count(len(rows))) if not shards.is_done(number)]
+    if missing:
+        ray.init(ignore_reinit_error=True, log_to_driver=False)
+        scored = ray.data.from_items(missing).map_batches(
+            ShardWorker,
+            fn_constructor_args=(job,),
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(size=workers),
+            num_gpus=1 if ray.cluster_resources().get("GPU") else 0,
+        )
+        try:
+            for _ in scored.iter_batches(batch_size=None):
+                pass
+        except ray.exceptions.RayError as error:
+            reason = str(error).strip().splitlines()[-1]  # of the worker's traceback
+            raise VlmrmError(
+                f"a Ray worker failed ({reason}): fix that, and run again for the missing shards."
+            ) from error
+    return shards.summary(len(rows))
+
+
+def _with_absolute_paths(job: OfflineJob) -> OfflineJob:
+    """Return the job with absolute paths: workers start in other folders."""
+
+    def absolute(path: str) -> str:
+        return str(Path(path).resolve()) if Path(path).exists() else path  # else a hub id or a pattern
+
+    return replace(
+        job,
+        model=absolute(job.model),
+        input=[absolute(path) for path in job.input],
+        output=job.output.resolve(),
+        image_root=None if job.image_root is None else absolute(job.image_root),
+    )

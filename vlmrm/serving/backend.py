@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import logging
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import VlmrmError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.worker.channel import pack
+
+logger = logging.getLogger("vlmrm")
 
 AGING_S = 5.0  # at most, until a batch begins with the priority that has waited longest for a turn
 MAX_ATTEMPTS = 2  # workers that one job may kill
@@ -191,3 +195,20 @@ class Backend(Protocol):
 
     async def announcements(self) -> dict[str, dict[str, Any]]:
         """Return the last announcement of each process by name."""
+
+
+async def repeat(
+    what: str, work: Callable[[], Awaitable[object]], pause: float, errors: MutableMapping[str, str]
+) -> NoReturn:
+    """Do `work`, and again `pause` seconds after its end, until cancelled; `errors` says under `what` why it fails."""
+    while True:
+        try:
+            await work()
+            if errors.pop(what, None) is not None:
+                logger.info("%s works again", what)
+        except Exception as error:
+            message = f"{what} fails ({type(error).__name__}) and is tried again: the log of the service says more."
+            if errors.get(what) != message:
+                logger.exception("%s fails, and is tried again", what)
+            errors[what] = message
+        await asyncio.sleep(pause)

@@ -1,15 +1,19 @@
-"""Who asks: a client of `[[clients]]`, whoever sends the service's token, or an address; and what each opens."""
+"""Who asks: a client of `[[clients]]`, whoever sends the service's token, or an address; what each opens, and asks."""
 
 from __future__ import annotations
 
 import base64
+import math
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from hmac import compare_digest
 from ipaddress import ip_address
 
+from vlmrm.data.media import image_size
 from vlmrm.serving.settings import OTHER, ServiceSettings
 
 HOPS = 8  # that are read of an X-Forwarded-For
@@ -28,7 +32,7 @@ class Client:
     weight: float = 1.0
     label: str = OTHER  # in metrics: the name, where that is configured
 
-    def lane(self, path: str, body: bytes) -> str:
+    def lane(self, path: str, body: bytes | bytearray) -> str:
         """Return what shares turns with a request: what this client sends to that one of its rewards, as it seems."""
         named = MODEL.findall(body[:ENDS]) + MODEL.findall(body[-ENDS:])
         names = [path[1:].partition("/")[0], *(name.decode(errors="replace") for name in named)]
@@ -77,3 +81,39 @@ def _token(headers: Mapping[bytes, bytes]) -> bytes:
             user, _, password = base64.b64decode(value, validate=True).partition(b":")
             return password or user
     return value.strip() if scheme.lower() == b"bearer" else b""
+
+
+@dataclass
+class RequestContext:
+    """What every step of a request may ask for; the moments are of `time.monotonic`, which all processes share."""
+
+    number: int = 0  # by which the core knows it
+    id: str = ""
+    client: Client = field(default_factory=Client)
+    deadline: float = math.inf  # after which its client waits no longer
+    body_bytes: int = 0
+    wanted: str = ""  # the revision that must compute its scores
+    sizes: dict[bytes, tuple[int, int]] = field(default_factory=dict, repr=False)  # width and height of its pictures
+    revisions: dict[str, str] = field(default_factory=dict)  # that computed its scores, by reward
+    arrived: float = field(default_factory=time.monotonic)
+    release: Callable[[], None] = lambda: None  # says that it waits, so that the next request can be worked on
+
+
+_CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
+
+
+def begin_request(context: RequestContext) -> None:
+    _CURRENT.set(context)
+
+
+def current_request() -> RequestContext:
+    """Return the context of the request that is being handled; outside of one, an empty one."""
+    return _CURRENT.get() or RequestContext()
+
+
+def picture_size(data: bytes) -> tuple[int, int]:
+    """Return width and height of a picture, read once in a request."""
+    sizes = current_request().sizes
+    if data not in sizes:
+        sizes[data] = image_size(data)
+    return sizes[data]

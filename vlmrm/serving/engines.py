@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import sys
@@ -16,18 +15,17 @@ import torch
 
 from vlmrm.conversation import Conversation, Outcome
 from vlmrm.data.media import media_round
-from vlmrm.errors import CheckpointError, ConfigError, RowError
+from vlmrm.errors import CheckpointError, ConfigError, RowError, or_error
 from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.wire import Item, WireOutcome, write_outcome
 from vlmrm.libraries import needs, parse_dtype
 from vlmrm.rendering import ProcessedMedia, Rendered
-from vlmrm.rewards.items import reward_items
 from vlmrm.rewards.registry import reward_arguments
 from vlmrm.rewards.reward_set import Models
-from vlmrm.rewards.samples import CallResult, required_columns
+from vlmrm.rewards.samples import CallResult, required_columns, reward_items
 from vlmrm.scoring.loading import SCORER_OPTIONS, load_local_scorer
-from vlmrm.serving.media import conversation_of, read_npy, with_arrays
+from vlmrm.serving.media import conversation_of, read_npy, with_arrays, write_npy
 from vlmrm.serving.preparing import MediaProcesses
 from vlmrm.settings import did_you_mean
 
@@ -77,10 +75,11 @@ class ScorerEngine:
     def prepare(self, items: Sequence[Item]) -> list[Rendered | RowError]:
         """Return the items as tokens and pixels, or their errors; other threads may do so or `compute` meanwhile."""
         with media_round():
-            rows, media = list(map(self._row, items)), dict[str, ProcessedMedia]()
+            rows = [or_error(conversation_of, item, self.template) for item in items]
+            media = dict[str, ProcessedMedia]()
             if self.processes is not None:
                 rows, media = self.processes.process(rows)
-            rows = [self._with_media(row, media) for row in rows]
+            rows = [or_error(self._with_media, row, media) for row in rows]
             with self._rendering:
                 return self.scorer.rendered(rows, _raise_error, media)
 
@@ -113,19 +112,10 @@ class ScorerEngine:
         model.run_tower = counted
         model.register_forward_pre_hook(count, with_kwargs=True)
 
-    def _row(self, item: Item) -> Conversation | RowError:
-        try:
-            return conversation_of(item, self.template)
-        except RowError as error:
-            return error
-
-    def _with_media(self, row: Conversation | RowError, media: dict[str, ProcessedMedia]) -> Conversation | RowError:
-        """Return the row, with what it shows in `media`, or the error of that."""
-        try:
-            self.scorer.renderer.process(_raise_error(row).messages, media)
-        except RowError as error:
-            return error
-        return row
+    def _with_media(self, row: Conversation | RowError, media: dict[str, ProcessedMedia]) -> Conversation:
+        """Return the row, with what it shows in `media`; raises its error, or that of its media."""
+        self.scorer.renderer.process(_raise_error(row).messages, media)
+        return _raise_error(row)
 
 
 def _raise_error(row: Conversation | RowError) -> Conversation:
@@ -149,15 +139,12 @@ class RewardEngine:
 
     def __call__(self, items: Sequence[Item]) -> list[WireOutcome]:
         groups = [("alone", index) if item.get("group") is None else item["group"] for index, item in enumerate(items)]
-        result = reward_items(self.model, list(map(_content, items)), groups)
+        result = reward_items(self.model, [or_error(_content, item) for item in items], groups)
         return [_outcome(result, index) for index in range(len(items))]
 
 
-def _content(item: Item) -> Conversation | Mapping[str, Any] | RowError:
-    try:
-        return read_conversation(item["messages"]) if "messages" in item else with_arrays(item)
-    except RowError as error:
-        return error
+def _content(item: Item) -> Conversation | Mapping[str, Any]:
+    return read_conversation(item["messages"]) if "messages" in item else with_arrays(item)
 
 
 def _outcome(result: CallResult, index: int) -> WireOutcome:
@@ -211,6 +198,4 @@ class WanDecoder:
         raw = (torch.from_numpy(latents.astype(np.float32)) * self.std + self.mean).to(self.vae.device, self.vae.dtype)
         video = self.vae.decode(raw[None]).sample[0].float().clamp(-1, 1)
         frames = ((video + 1) / 2 * 255).to(torch.uint8).permute(1, 0, 2, 3).contiguous().cpu().numpy()
-        file = io.BytesIO()
-        np.save(file, frames)
-        return {"score": time.perf_counter() - started, "extra": {"video": file.getvalue()}}
+        return {"score": time.perf_counter() - started, "extra": {"video": write_npy(frames)}}

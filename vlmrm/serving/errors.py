@@ -1,49 +1,70 @@
-"""The errors of the service, their HTTP statuses, and the one form of their responses.
+"""The errors of the service, their HTTP statuses, and the one form of their answers.
 
 The body is `{"error": {"message", "type"}}`, one sentence without paths, secrets or tracebacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel
-from python_multipart.exceptions import FormParserError
-from starlette.exceptions import HTTPException as StarletteHTTPException
-
 from vlmrm.errors import RowError, VlmrmError
-from vlmrm.serving.backend import QueueAway
-from vlmrm.serving.service import NotServed, NotServing, TooLarge, UnknownReward
-from vlmrm.serving.versions import CannotSwitch
+from vlmrm.serving.backend import Overloaded, QueueAway
 from vlmrm.serving.worker.channel import redact_paths
-from vlmrm.settings import describe_errors, model_in
 
 
 class InvalidRequest(VlmrmError):
     """A request that is wrong however often it is sent."""
 
+    def __init__(self, message: str, status: int = 400):
+        super().__init__(message)
+        self.status = status
+
 
 class Unauthorized(VlmrmError):
     """No token, or a wrong one."""
 
-    def __init__(self) -> None:
-        super().__init__("a token is needed: send it as Authorization: Bearer TOKEN.")
+    def __init__(self, message: str = "a token is needed: send it as Authorization: Bearer TOKEN."):
+        super().__init__(message)
 
 
 class Forbidden(VlmrmError):
     """The operator has not allowed it."""
 
 
+class UnknownReward(VlmrmError):
+    """No reward of that name is served."""
+
+
 class SlowBody(VlmrmError):
     """The body of a request did not come in time."""
 
 
+class NotServed(VlmrmError):
+    """The revision that a request demands is not served."""
+
+
+class CannotSwitch(VlmrmError):
+    """Another model cannot take a reward's place; the one that is served stays."""
+
+
+class TooLarge(VlmrmError):
+    """A request too large even for an empty queue."""
+
+
 class RewardFailed(VlmrmError):
     """The job was accepted and has no result."""
+
+
+class Busy(QueueAway):
+    """The service itself has more requests than it can answer in time."""
+
+
+class NotServing(VlmrmError):
+    """The service is stopping, or the reward cannot be loaded; a retry after `retry_after` seconds may succeed."""
+
+    retry_after = 5.0
 
 
 class TimedOut(VlmrmError):
@@ -68,103 +89,37 @@ STATUS: dict[type[VlmrmError], int] = {
 DESCRIPTIONS: dict[int, str] = {422: "The body does not match its schema."} | {
     status: ", ".join(kind.__name__ for kind, code in STATUS.items() if code == status) for status in STATUS.values()
 }
-PHRASES = {
-    404: "there is no such address: GET /openapi.json lists all of them.",
-    405: "this address does not take this method: GET /openapi.json lists those it takes.",
-}
+KINDS = {kind.__name__: kind for kind in (*STATUS, Overloaded, Busy)}
 
 
-class ErrorDetail(BaseModel):
-    """The reason of an error, and its type."""
-
-    message: str
-    type: str
+def error_content(message: str, kind: str) -> dict[str, Any]:
+    """Return the body of an answer that is an error."""
+    return {"error": {"message": redact_paths(message), "type": kind}}
 
 
-class ErrorResponse(BaseModel):
-    """The body of every response with a status from 400 on."""
-
-    error: ErrorDetail
-
-
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of a route in OpenAPI for errors with these statuses; without any, for all."""
-    chosen = statuses or sorted(DESCRIPTIONS)
-    return {status: {"model": ErrorResponse, "description": DESCRIPTIONS[status]} for status in chosen}
-
-
-def add_error_handlers(app: FastAPI) -> None:
-    app.add_exception_handler(VlmrmError, _vlmrm_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(StarletteHTTPException, _http_error)
-    app.add_exception_handler(FormParserError, _form_error)  # before 1.8, Starlette lets it through
-
-
-def error_of(error: VlmrmError) -> ErrorDetail:
-    return ErrorDetail(message=redact_paths(str(error)), type=type(error).__name__)
-
-
-def error_response(message: str, kind: str, status: int, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"error": {"message": redact_paths(message), "type": kind}}, status, headers)
-
-
-def response_to(error: Exception) -> JSONResponse:
+def error_answer(error: VlmrmError) -> tuple[int, list[tuple[str, str]], bytes]:
+    """Return the status, the headers and the body of the answer that is an error."""
     # By `isinstance`: Overloaded is a QueueAway, MediaError a RowError.
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
-    headers = {}
-    if isinstance(error, (QueueAway, NotServing)):
-        headers["Retry-After"] = str(max(1, round(error.retry_after)))
-    response = error_response(str(error), type(error).__name__, status, headers)
+    status = getattr(error, "status", status)
+    headers = [("content-type", "application/json")]
+    if status == 503:
+        headers.append(("retry-after", str(max(1, round(getattr(error, "retry_after", 1.0))))))
     if status == 401:
-        response.headers.append("WWW-Authenticate", "Bearer")
-        response.headers.append("WWW-Authenticate", 'Basic realm="vlmrm"')  # has a browser ask for the token
-    return response
+        headers.append(("www-authenticate", "Bearer"))
+        headers.append(("www-authenticate", 'Basic realm="vlmrm"'))  # has a browser ask for the token
+    return status, headers, json.dumps(error_content(str(error), type(error).__name__)).encode()
 
 
-async def _vlmrm_error(request: Request, error: Exception) -> JSONResponse:
-    return response_to(error)
+def write_error(error: VlmrmError) -> dict[str, Any]:
+    """Return an error as it goes from the core to a handler."""
+    return {"type": type(error).__name__, "message": str(error), "retry_after": getattr(error, "retry_after", 0.0)}
 
 
-async def _validation_error(request: Request, error: Exception) -> JSONResponse:
-    """Name the first error of the body, never its content, and how many more there are."""
-    assert isinstance(error, RequestValidationError)
-    # FastAPI's locations begin with "body".
-    errors = one_of_each([{**problem, "loc": problem["loc"][1:]} for problem in error.errors()], error.body)
-    if errors[0]["type"] == "model_attributes_type" and "json" not in request.headers.get("content-type", "").lower():
-        return error_response("the body is no JSON: send it as Content-Type: application/json.", "InvalidRequest", 422)
-    field = getattr(request.scope.get("route"), "body_field", None)
-    kind = None if field is None else model_in(field.field_info.annotation)
-    more = f", and {len(errors) - 1} more" if errors[1:] else ""
-    return error_response(f"{describe_errors(errors, kind)}{more}.", "InvalidRequest", 422)
-
-
-def one_of_each(errors: Sequence[Any], body: Any) -> list[Any]:
-    """Return pydantic's errors with one for each place in `body`, of the innermost value that fits no type."""
-    found: dict[tuple[Any, ...], Any] = {}
-    for error in errors:
-        place, value = [], body
-        for part in error["loc"]:
-            try:
-                value = value[part]
-            except (KeyError, IndexError, TypeError):
-                if error["type"] != "missing" or part != error["loc"][-1]:
-                    continue
-            place.append(part)
-        kept = found.setdefault(tuple(place), {**error, "loc": tuple(place) or ("the body",)})
-        kind = error["msg"].removeprefix("Input should be ")
-        if kind not in kept["msg"]:
-            kept["msg"] += f" or {kind}"
-    outer = {place[:length] for place in found for length in range(len(place))}
-    return [error for place, error in found.items() if place not in outer]
-
-
-async def _form_error(request: Request, error: Exception) -> JSONResponse:
-    return response_to(InvalidRequest(f"the form cannot be read: {error}."))
-
-
-async def _http_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, StarletteHTTPException)
-    kind = "TooLarge" if error.status_code == 413 else "InvalidRequest"
-    message = str(error.detail) if isinstance(error, HTTPException) else PHRASES.get(error.status_code, error.detail)
-    return error_response(message, kind, error.status_code, dict(error.headers or {}))
+def read_error(content: Mapping[str, Any]) -> VlmrmError:
+    """Return the error that the core has sent."""
+    kind = KINDS.get(content["type"], RewardFailed)
+    error = kind.__new__(kind)
+    VlmrmError.__init__(error, content["message"])
+    error.retry_after = content["retry_after"]  # ty: ignore[missing-attribute]
+    return error

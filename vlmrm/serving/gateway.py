@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from anyio import move_on_after
-from anyio.to_thread import run_sync
 from fastapi import Request, Response
+from opentelemetry import propagate
 from pydantic import BaseModel
 
 from vlmrm.conversation import Conversation, Outcome, Sample
-from vlmrm.errors import RowError, VlmrmError
+from vlmrm.errors import RowError, VlmrmError, or_error
 from vlmrm.formats.wire import Item
 from vlmrm.scoring.transforms import sigmoid
-from vlmrm.serving.backend import EXPIRED, NOT_SERVED, QueueAway, State, Status
-from vlmrm.serving.clients import Client, Clients
-from vlmrm.serving.errors import Forbidden, InvalidRequest, RewardFailed, TimedOut, Unauthorized
-from vlmrm.serving.event_loop import TurnScheduler, computed, current_request, in_thread
-from vlmrm.serving.media import Fetcher, MediaResolver
-from vlmrm.serving.service import Service, UnknownReward
-from vlmrm.serving.settings import RewardSettings
+from vlmrm.serving.backend import Job, State, Status
+from vlmrm.serving.clients import current_request
+from vlmrm.serving.errors import InvalidRequest, TooLarge, Unauthorized, UnknownReward
+from vlmrm.serving.media import (
+    DECODED_PIXELS,
+    SLOW_PIXELS,
+    Fetcher,
+    MediaResolver,
+    count_pixels,
+    count_prefixes,
+    estimate_tokens,
+)
+from vlmrm.serving.replica import WorkerHealth
+from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.strict_json import count_text, too_much_text
+from vlmrm.serving.worker_spec import is_trained
 
-RETRY_S = 0.02  # between two tries to put a job into a full queue
+if TYPE_CHECKING:
+    from vlmrm.serving.handler import RemoteCore
+    from vlmrm.serving.service import Service
 
 Input = TypeVar("Input")
 
@@ -43,21 +50,34 @@ class ScoringResult:
 
 
 class Gateway:
-    """The service as routes see it: with authorization, media, and items scored in one call."""
+    """The core as routes see it: with authorization, media, and items scored in one call."""
 
-    def __init__(self, service: Service):
-        self.service = service
-        self.settings = service.settings
-        self.clients = Clients(self.settings)
-        self.fetcher = Fetcher(self.settings.allowed_hosts, self.settings.limits)
-        self.media = MediaResolver(self.settings.limits, self.settings.media_root, self.fetcher)
-        self.scheduler = TurnScheduler()
-        self._lines: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by reward, of those that wait for room
+    def __init__(self, settings: ServiceSettings, core: Service | RemoteCore):
+        self.settings, self.core = settings, core
+        self.rewards = {reward.name: reward for reward in settings.reward_args}
+        self.fetcher = Fetcher(settings.allowed_hosts, settings.limits)
+        self.media = MediaResolver(settings.limits, settings.media_root, self.fetcher)
+
+    def health(self, name: str) -> WorkerHealth:
+        return self.core.state.rewards[name]
+
+    def info(self, name: str) -> dict[str, Any]:
+        """Return what a worker says about its reward; empty before one has loaded."""
+        return self.health(name).info
+
+    def reward(self, name: str | None) -> RewardSettings:
+        """Return the reward of that name; for None the only one."""
+        if name is None and len(self.rewards) == 1:
+            return next(iter(self.rewards.values()))
+        if name not in self.rewards:
+            problem = "a request names no reward" if name is None else f"there is no reward {name}"
+            raise UnknownReward(f"{problem}: choose from {', '.join(self.rewards)}.")
+        return self.rewards[name]
 
     def authorized_reward(self, request: Request, name: str | None) -> RewardSettings:
         """Return the reward of that name, if the request's client opens it."""
         try:
-            reward = self.service.reward(name)
+            reward = self.reward(name)
         except UnknownReward:
             self.require_authorized(request)
             raise
@@ -70,31 +90,21 @@ class Gateway:
         if not request.state.client.service:
             raise Unauthorized
 
-    def require_admin(self, client: Client) -> None:
-        """Raise Unauthorized unless a client is the operator, Forbidden where nobody is."""
-        if not self.settings.admin_token.get_secret_value():
-            raise Forbidden("this service lets nobody change its models: set VLMRM_ADMIN_TOKEN, and send that token.")
-        if not client.admin:
-            raise Unauthorized
-
     def check_count(self, count: int) -> None:
         if not 1 <= count <= self.settings.limits.max_items:
             raise InvalidRequest(f"there are {count} items: send between 1 and {self.settings.limits.max_items}.")
 
     async def written(self, inputs: Sequence[Input], write: Callable[[Input], Item]) -> list[Item | RowError]:
         """Return the item that `write` makes of each input, with its images by URL fetched, or why there is none."""
-        if self.media.root is not None:  # files may be large, and long in coming
-            items = await run_sync(_write_each, inputs, write)
-        else:
-            items = await computed(_write_each, inputs, write)
+        items = [or_error(write, one) for one in inputs]
         most = self.settings.limits.max_text_bytes
         # What looks like base64 in the JSON was taken for a medium, and may be a text.
-        if current_request().body_bytes > most and await in_thread(count_text, items) > most:
+        if current_request().body_bytes > most and count_text(items) > most:
             raise InvalidRequest(too_much_text(most))
-        if self.fetcher.allowed:
-            items = await self.fetcher.fetch(items)
-            await self.scheduler.next_turn()
-        return items
+        if not self.fetcher.allowed:
+            return items
+        current_request().release()
+        return await self.fetcher.fetch(items)
 
     async def score(
         self,
@@ -110,71 +120,43 @@ class Gateway:
         With `patience` it waits so many seconds for room in a full queue, for clients that do not retry later.
         """
         context = current_request()
-        timeout = min(timeout, context.deadline - time.monotonic())
         complete = [item for item in items if not isinstance(item, RowError)]
-        job_id, status = "", Status(State.done, [], revision=self.service.info(reward).get("revision"))
+        job_id, status = "", Status(State.done, [], revision=self.info(reward).get("revision"))
         if complete:
-            job_id = await self._submit(reward, complete, priority, timeout, patience)
-            status = await self._wait(reward, job_id, timeout)
-            history = self.service.metrics.history
-            history.record_request(reward, time.monotonic() - context.arrived)
-            if not self.service.replicas[reward]:  # this process has no batches that would be counted
-                history.minute(reward).items += len(complete)
+            job = self.job(reward, complete, priority)
+            timeout = min(timeout, context.deadline - time.monotonic())
+            job_id, status = await self.core.score(job, timeout, patience, context.arrived)
+            if status.revision:
+                context.revisions[reward] = status.revision
         scored = iter(status.outcomes or ())
         outcomes = [Outcome(error=item.reason) if isinstance(item, RowError) else next(scored) for item in items]
         return ScoringResult(job_id, outcomes, status.revision)
 
-    async def _wait(self, reward: str, job_id: str, timeout: float) -> Status:
-        try:
-            status = await self.service.backend.wait(job_id, timeout)
-            await self.scheduler.next_turn(scored=True)
-        except asyncio.CancelledError:
-            await self.service.backend.cancel(job_id)  # the client has disconnected
-            raise
-        if status is None or not status.finished or status.error == EXPIRED:
-            await self.service.backend.cancel(job_id)
-            late = f"was not computed in {timeout:g} s: ask again, with a longer timeout."
-            problem = "keeps no result of this any more: ask again." if status is None else late
-            self.service.metrics.record_failure(reward, "timeout", problem)
-            raise TimedOut(f"the reward {reward} {problem}")
-        if status.error == NOT_SERVED:
-            raise self.service.not_served(reward)
-        if status.state is not State.done or status.outcomes is None:
-            self.service.metrics.record_failure(reward, "job", f"{status.error}")
-            raise RewardFailed(f"the reward {reward} could not be computed: {status.error}.")
-        if status.revision:
-            current_request().revisions[reward] = status.revision
-        return status
-
-    async def _submit(self, reward: str, items: Sequence[Item], priority: int, timeout: float, patience: float) -> str:
-        """Return the id of the items' job; of the requests that wait for room in the queue only the first retries."""
-        job = await self.service.job(reward, items, priority)
-
-        async def accept() -> str:
-            return await self.service.accept(job, time.monotonic() + timeout)
-
-        if patience:
-            with move_on_after(patience):
-                async with self._lines[reward]:
-                    while True:
-                        with suppress(QueueAway):
-                            return await accept()
-                        await asyncio.sleep(RETRY_S)
-        try:
-            return await accept()
-        except QueueAway as error:
-            self.service.metrics.record_failure(reward, "refused", str(error))
-            raise
-
-
-def _write_each(inputs: Sequence[Input], write: Callable[[Input], Item]) -> list[Item | RowError]:
-    items: list[Item | RowError] = []
-    for content in inputs:
-        try:
-            items.append(write(content))
-        except RowError as error:
-            items.append(error)
-    return items
+    def job(self, reward: str, items: Sequence[Item], priority: int = 0) -> Job:
+        """Return items for a reward as a job; raises TooLarge."""
+        trained = is_trained(self.rewards[reward])  # whose scorer computes equal prompts and media once
+        limit, max_pixels = self.settings.limits.max_total_pixels, self.info(reward).get("max_pixels")
+        pixels, decoded = count_pixels(items, once=trained)
+        if pixels > limit:
+            what = f"the images and frames of a request are {pixels} pixels"
+            raise TooLarge(
+                f"{what}, over the limit max_total_pixels of {limit}: send fewer at a time, or smaller ones."
+            )
+        cost, prefixes = count_prefixes(items, max_pixels) if trained else (estimate_tokens(items, max_pixels), {})
+        cost += decoded // DECODED_PIXELS
+        job = Job.of(reward, items, cost=cost, prefixes=prefixes, priority=priority, slow=decoded > SLOW_PIXELS)
+        max_items, max_bytes = self.settings.queue_limits[reward]
+        if len(items) > max_items or job.size > max_bytes:
+            most = f"{max_items} items in {max_bytes} bytes"
+            sent = f"a request of {len(items)} items in {job.size} bytes"
+            raise TooLarge(f"{sent} is over what the queue can hold, {most}: send fewer at a time.")
+        request = current_request()
+        client = request.client
+        job.client, job.weight, job.wanted, job.request_id = client.name, client.weight, request.wanted, request.id
+        carrier = dict[str, str]()
+        propagate.inject(carrier)
+        job.trace = carrier.get("traceparent", "")
+        return job
 
 
 def gateway_of(request: Request) -> Gateway:

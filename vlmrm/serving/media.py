@@ -27,13 +27,14 @@ from PIL import Image
 from vlmrm.conversation import FRAME_PIXELS, Conversation, Message, Part, Reference, Sample, Text
 from vlmrm.conversation import Image as ImagePart
 from vlmrm.data.media import decode_data_uri, video_pixels
-from vlmrm.errors import ConfigError, MediaError, RowError
+from vlmrm.errors import ConfigError, MediaError, RowError, or_error
 from vlmrm.formats.flow_factory import PromptTemplate, sample_to_conversation
 from vlmrm.formats.openai import OPTIONS as VIDEO_OPTIONS
 from vlmrm.formats.wire import Item, read_item, write_item
 from vlmrm.rewards.samples import MEDIA, as_pil
-from vlmrm.serving.event_loop import in_thread, picture_size
+from vlmrm.serving.clients import picture_size
 from vlmrm.serving.settings import Limits
+from vlmrm.serving.worker.channel import pack
 from vlmrm.settings import nearest_file
 
 
@@ -180,6 +181,12 @@ def view_npy(data: bytes) -> np.ndarray:
     return flat.reshape(shape, order="F" if by_columns else "C")
 
 
+def write_npy(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.ascontiguousarray(array))
+    return file.getvalue()
+
+
 def with_arrays(item: Item) -> Item:
     """Return the item with the bytes of .npy files, as arrays travel, read as arrays."""
     columns: Any = {name: _medium(value) if name in MEDIA else value for name, value in item.items()}
@@ -228,9 +235,7 @@ def count_prefixes(items: Sequence[Item], max_pixels: int | None = None) -> tupl
     cost, prefixes = 0, {}
     for item in items:
         prompt, answer = _parts(item)
-        digest = sha256()
-        _feed(digest, prompt)
-        prefixes[digest.hexdigest()] = estimate_tokens(prompt, max_pixels)
+        prefixes[sha256(pack(prompt)).hexdigest()] = estimate_tokens(prompt, max_pixels)
         cost += estimate_tokens(answer, max_pixels)
     return cost + sum(prefixes.values()), prefixes
 
@@ -246,30 +251,8 @@ def _parts(item: Mapping[str, Any]) -> tuple[Any, Any]:
     return prompt, [item.get(name) for name in answers]
 
 
-def _feed(digest: Any, part: Any) -> None:
-    """Add a tree to a digest such that different trees add different bytes."""
-    if isinstance(part, dict):
-        part = [value for pair in sorted(part.items()) for value in pair]
-        digest.update(b"d")
-    if isinstance(part, (list, tuple)):
-        digest.update(b"l%d:" % len(part))
-        for value in part:
-            _feed(digest, value)
-    else:
-        content = part if isinstance(part, bytes) else repr(part).encode("utf-8", "surrogatepass")
-        digest.update(b"%c%d:" % (b"b" if isinstance(part, bytes) else b"t", len(content)))
-        digest.update(content)
-
-
 def children(item: Any) -> Iterable[Any]:
     return item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
-
-
-def has_video(item: Any) -> bool:
-    """Return whether an item has a video: counting its packets takes long."""
-    if isinstance(item, dict) and any(item.get(name) is not None for name in ("video", "condition_videos")):
-        return True
-    return any(map(has_video, children(item)))
 
 
 def count_pixels(items: Any, *, once: bool = False) -> tuple[int, int]:
@@ -393,13 +376,8 @@ class Fetcher:
         remotes = list(dict.fromkeys(_remotes(items)))
         sizes: dict[str, int] = {}
         files = await asyncio.gather(*(self.image(one, sizes) for one in remotes), return_exceptions=True)
-        images, fetched = dict(zip(remotes, files, strict=True)), list[Item | RowError]()
-        for item in items:
-            try:
-                fetched.append(_replace(item, images))
-            except RowError as error:
-                fetched.append(error)
-        return fetched
+        images = dict(zip(remotes, files, strict=True))
+        return [or_error(_replace, item, images) for item in items]
 
     async def image(self, remote: RemoteImage, sizes: dict[str, int]) -> dict[str, bytes]:
         """Return the image's file as `{"bytes"}`, its header checked; `sizes` are those of the request's images."""
@@ -410,7 +388,7 @@ class Fetcher:
             raise MediaError(f"the image at its URL did not come in {self.limits.fetch_timeout:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             raise MediaError(f"the image at its URL cannot be fetched ({type(error).__name__})") from error
-        self.limits.check_image(*await in_thread(picture_size, data))
+        self.limits.check_image(*picture_size(data))
         return {"bytes": data}
 
     def _parse(self, url: str) -> httpx.URL:
@@ -461,8 +439,7 @@ class Fetcher:
 def _remotes(tree: Any) -> list[RemoteImage]:
     if isinstance(tree, RemoteImage):
         return [tree]
-    values = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
-    return [remote for value in values for remote in _remotes(value)]
+    return [remote for value in children(tree) for remote in _remotes(value)]
 
 
 def _replace(tree: Any, images: Mapping[RemoteImage, Any]) -> Any:

@@ -26,8 +26,7 @@ from vlmrm.conversation import Outcome
 from vlmrm.errors import ConfigError
 from vlmrm.formats.wire import read_outcome, write_outcome
 from vlmrm.serving import backend
-from vlmrm.serving.backend import SLOW, Job, Overloaded, QueueAway, State, Status, has_errors
-from vlmrm.serving.event_loop import repeat
+from vlmrm.serving.backend import SLOW, Job, Overloaded, QueueAway, State, Status, has_errors, repeat
 from vlmrm.serving.settings import ServiceSettings
 from vlmrm.serving.worker.channel import pack, unpack
 

@@ -1,34 +1,35 @@
-"""The service: rewards with their workers, jobs that are accepted or refused, results that requests wait for."""
+"""The core: rewards with their workers, jobs that are accepted or refused, results that requests wait for."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from anyio import move_on_after
 from cachetools import LRUCache
-from opentelemetry import propagate
+from prometheus_client import generate_latest
 
 from vlmrm.conversation import Outcome
-from vlmrm.errors import RowError, VlmrmError
+from vlmrm.errors import RowError
 from vlmrm.formats.wire import Item
-from vlmrm.libraries import needs
-from vlmrm.serving.backend import Backend, Job, QueueAway, State
-from vlmrm.serving.event_loop import computed, current_request, in_thread, repeat
-from vlmrm.serving.media import DECODED_PIXELS, SLOW_PIXELS, count_pixels, count_prefixes, estimate_tokens, has_video
+from vlmrm.serving.backend import EXPIRED, NOT_SERVED, Backend, Job, QueueAway, State, Status, repeat
+from vlmrm.serving.errors import NotServed, NotServing, RewardFailed, TimedOut
 from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica, WorkerHealth, WorkerRegistry
-from vlmrm.serving.settings import DecodeSettings, Limits, RewardSettings, ServiceSettings
-from vlmrm.serving.telemetry import REQUEST_ID, Metrics
+from vlmrm.serving.settings import OTHER, DecodeSettings, Limits, RewardSettings, ServiceSettings
+from vlmrm.serving.telemetry import Metrics
 from vlmrm.serving.versions import Versions
-from vlmrm.serving.worker_spec import WorkerSpec, is_trained, worker_specs
+from vlmrm.serving.worker_spec import WorkerSpec, worker_specs
 
 logger = logging.getLogger("vlmrm")
 
+RETRY_S = 0.02  # between two tries to put a job into a full queue
 DECODER = "[decode_args]"  # among the names of rewards in the registry, none of which is called so
 WATCHED_S = 2.0  # between two looks at the depth of the queues
 STOPPING_S = 10.0  # for workers to end, and to return their jobs to a queue that may be away
@@ -36,31 +37,27 @@ WAN = "vlmrm.serving.engines.WanDecoder"
 NAME = "decoder"  # in metrics and logs, in place of a reward's name
 
 
-class UnknownReward(VlmrmError):
-    """No reward of that name is served."""
+@dataclass(frozen=True)
+class CoreState:
+    """The health of rewards and of the decoder of latents, and whether the core stops, fails, or lacks its queue."""
 
-
-class TooLarge(VlmrmError):
-    """A request too large even for an empty queue."""
-
-
-class NotServing(VlmrmError):
-    """The service is stopping, or the reward cannot be loaded; a retry after `retry_after` seconds may succeed."""
-
-    retry_after = 5.0
-
-
-class NotServed(VlmrmError):
-    """The revision that a request demands is not served."""
+    rewards: dict[str, WorkerHealth]
+    decoder: WorkerHealth | None
+    draining: bool
+    errors: dict[str, str]
+    queue: str | None
 
 
 class Service:
-    """The rewards of `settings`, computed here if with `workers`: `start`, `submit` and `wait`, `drain`, `stop`."""
+    """The rewards of `settings`, computed here if with `workers`: `start`, `score`, `drain`, `stop`."""
 
     def __init__(self, settings: ServiceSettings, backend: Backend | None = None, *, workers: bool = True):
         self.settings = settings
         self.metrics = Metrics()
         self.backend: Backend = backend or make_backend(settings)
+        self.wait, self.cancel = self.backend.wait, self.backend.cancel
+        self.save_record, self.load_record = self.backend.save_record, self.backend.load_record
+        self._clients = {client.name for client in settings.callers}
         self.rewards = {reward.name: reward for reward in settings.reward_args}
         decoding, silence = settings.decode_args, settings.limits.silence
         self.decoder = Decoder(decoding, self.metrics, silence) if workers and decoding else None
@@ -74,12 +71,10 @@ class Service:
         self.draining = False
         self.started = time.monotonic()
         self._errors: dict[str, str] = {}  # of loops whose last round has failed
+        self._lines: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by reward, of those that wait for room
         self._loops: list[asyncio.Task[None]] = []
 
     def _replicas(self, reward: RewardSettings) -> list[Replica]:
-        if reward.ray_address:
-            with needs("ray", "workers in a Ray cluster"):
-                import ray  # noqa: F401
         specs = worker_specs(reward, self.settings.limits.silence)
         return [Replica(reward.name, spec, self.backend, self.metrics, self.decoder) for spec in specs]
 
@@ -118,15 +113,6 @@ class Service:
         if not first.backend.persistent and all(replica.lost for replica in replicas):
             await repeat(f"refusing what asks for {first.reward}", first.fail_waiting, 0, self._errors)
 
-    def reward(self, name: str | None) -> RewardSettings:
-        """Return the reward of that name; for None the only one."""
-        if name is None and len(self.rewards) == 1:
-            return next(iter(self.rewards.values()))
-        if name not in self.rewards:
-            problem = "a request names no reward" if name is None else f"there is no reward {name}"
-            raise UnknownReward(f"{problem}: choose from {', '.join(self.rewards)}.")
-        return self.rewards[name]
-
     def health(self, name: str) -> WorkerHealth:
         return self.registry.health(name)
 
@@ -134,9 +120,12 @@ class Service:
         """Return the health of the decoders of latents; None where none is configured."""
         return None if self.settings.decode_args is None else self.health(DECODER)
 
-    def info(self, name: str) -> dict[str, Any]:
-        """Return what a worker says about its reward; empty before one has loaded."""
-        return self.health(name).info
+    @property
+    def state(self) -> CoreState:
+        """What requests are checked against: it is sent to handlers whenever it changes."""
+        healths = {name: self.health(name) for name in self.rewards}
+        decoder = None if self.settings.decode_args is None else self.health(DECODER)
+        return CoreState(healths, decoder, self.draining, self.errors, self.registry.error)
 
     async def update_gauges(self) -> None:
         """Bring the figures of what waits up to date; while the queue is away, gauges are absent rather than stale."""
@@ -155,69 +144,106 @@ class Service:
             minute = self.metrics.history.minute(name)
             minute.waiting = max(minute.waiting, jobs)
 
-    async def submit(self, reward: str, items: Sequence[Item]) -> str:
-        return await self.accept(await self.job(reward, items))
+    async def score(self, job: Job, timeout: float, patience: float, arrived: float) -> tuple[str, Status]:
+        """Return the id of a job and its finished status; whoever waits for it and goes has cancelled it.
 
-    async def job(self, reward: str, items: Sequence[Item], priority: int = 0) -> Job:
-        """Return items for a reward as a job."""
-        self._check_serving(reward)
-        max_items, max_bytes = self.settings.queue_limits[reward]
-        make = partial(self._make_job, reward, list(items), priority, self.info(reward).get("max_pixels"))
-        # Files of the service and images by URL may be large in a small request.
-        named = self.settings.media_root is not None or self.settings.allowed_hosts
-        job = await (in_thread if named or has_video(items) else computed)(make)
-        if len(items) > max_items or job.size > max_bytes:
-            most = f"{max_items} items in {max_bytes} bytes"
-            sent = f"a request of {len(items)} items in {job.size} bytes"
-            raise TooLarge(f"{sent} is over what the queue can hold, {most}: send fewer at a time.")
-        return job
+        With `patience` it waits so many seconds for room in a full queue: of those that wait only the first retries.
+        """
+        reward = job.reward
+        job_id = await self._put(job, time.monotonic() + timeout, patience)
+        try:
+            status = await self.backend.wait(job_id, timeout)
+        except asyncio.CancelledError:
+            await self.backend.cancel(job_id)
+            raise
+        if status is None or not status.finished or status.error == EXPIRED:
+            await self.backend.cancel(job_id)
+            late = f"was not computed in {timeout:g} s: ask again, with a longer timeout."
+            problem = "keeps no result of this any more: ask again." if status is None else late
+            self.metrics.record_failure(reward, "timeout", problem, job.request_id)
+            raise TimedOut(f"the reward {reward} {problem}")
+        if status.error == NOT_SERVED:
+            raise self._not_served(reward)
+        if status.state is not State.done or status.outcomes is None:
+            self.metrics.record_failure(reward, "job", f"{status.error}", job.request_id)
+            raise RewardFailed(f"the reward {reward} could not be computed: {status.error}.")
+        self.metrics.history.record_request(reward, time.monotonic() - arrived)
+        if not self.replicas[reward]:  # this process has no batches that would be counted
+            self.metrics.history.minute(reward).items += job.count
+        return job_id, status
 
-    def _make_job(self, reward: str, items: list[Item], priority: int, max_pixels: int | None) -> Job:
-        trained = is_trained(self.rewards[reward])  # whose scorer computes equal prompts and media once
-        limit = self.settings.limits.max_total_pixels
-        pixels, decoded = count_pixels(items, once=trained)
-        if pixels > limit:
-            what = f"the images and frames of a request are {pixels} pixels"
-            raise TooLarge(
-                f"{what}, over the limit max_total_pixels of {limit}: send fewer at a time, or smaller ones."
-            )
-        cost, prefixes = count_prefixes(items, max_pixels) if trained else (estimate_tokens(items, max_pixels), {})
-        cost += decoded // DECODED_PIXELS
-        job = Job.of(reward, items, cost=cost, prefixes=prefixes, priority=priority, slow=decoded > SLOW_PIXELS)
-        request = current_request()
-        job.client, job.weight, job.wanted = request.client.name, request.client.weight, request.wanted
-        job.request_id, carrier = REQUEST_ID.get() or "", dict[str, str]()
-        propagate.inject(carrier)
-        job.trace = carrier.get("traceparent", "")
-        _ = job.key  # computed in the thread, as many bytes take long to hash
-        return job
+    async def _put(self, job: Job, deadline: float, patience: float) -> str:
+        if patience:
+            with move_on_after(patience):
+                async with self._lines[job.reward]:
+                    while True:
+                        with suppress(QueueAway):
+                            return await self.put(job, deadline)
+                        await asyncio.sleep(RETRY_S)
+        try:
+            return await self.put(job, deadline)
+        except QueueAway as error:
+            self.metrics.record_failure(job.reward, "refused", str(error), job.request_id)
+            raise
 
-    async def accept(self, job: Job, deadline: float | None = None) -> str:
+    async def put(self, job: Job, deadline: float | None = None) -> str:
         """Queue a job as of now and return its id; after an error it can be tried again."""
-        self._check_serving(job.reward)
+        if self.draining:
+            raise NotServing("the service is stopping: ask another, or this one later.")
         job.created, job.deadline = time.time(), deadline
-        if not self.health(job.reward).revisions:  # this process may have started just now
-            with suppress(QueueAway):  # `put` below is patient with a queue that is away
-                await self.registry.refresh()
         health = self.health(job.reward)
+        if health.unavailable:
+            raise NotServing(f"the reward {job.reward} cannot be computed now: see /ready.")
+        if not health.revisions:  # this process may have started just now
+            with suppress(QueueAway):  # the queue is patient with itself
+                await self.registry.refresh()
+            health = self.health(job.reward)
         if job.wanted and health.revisions and job.wanted not in health.revisions:
-            raise self.not_served(job.reward)
+            raise self._not_served(job.reward)
         revisions = [job.wanted] if job.wanted else health.revisions
         job.revisions = revisions if health.info.get("deterministic", True) else ()
         job_id = await self.backend.put(job)
-        self.metrics.client_items.labels(current_request().client.label, job.reward).inc(job.count)
+        self.metrics.client_items.labels(job.client if job.client in self._clients else OTHER, job.reward).inc(
+            job.count
+        )
         return job_id
 
-    def not_served(self, reward: str) -> NotServed:
-        """Return the error of a request that demands another revision than those that are served."""
+    async def describe(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return what the page shows of these rewards: workers, queue, last hour and recent failures."""
+        rewards = []
+        for name in names:
+            health, (jobs, size) = self.health(name), await self.backend.depth(name)
+            rewards.append(
+                {"name": name, "ready": health.ready, "workers": health.workers, "jobs": jobs, "bytes": size}
+                | {"errors": health.errors, "kind": health.info.get("kind"), "model": health.info.get("model")}
+                | {"restarts": health.restarts, "hour": self.metrics.history.hour(name)}
+            )
+        failures = reversed(self.metrics.recent_failures)
+        return {
+            "uptime": round(time.monotonic() - self.started),
+            "rewards": rewards,
+            "failures": [asdict(failure) for failure in failures if failure.reward in names],
+        }
+
+    async def measure(self) -> str:
+        """Return the metrics in Prometheus's text format."""
+        await self.update_gauges()
+        return generate_latest(self.metrics.registry).decode()
+
+    async def operate(self, name: str, action: str, model: str = "") -> dict[str, Any]:
+        """Change, roll back, sleep or wake the model of a reward, or look at it; return its `ModelState`."""
+        versions = self.versions[name]
+        if action == "change":
+            await versions.change(model)
+        elif action == "rollback":
+            await versions.roll_back()
+        elif action != "look":
+            await versions.sleep(action == "sleep")
+        return versions.state().model_dump()
+
+    def _not_served(self, reward: str) -> NotServed:
         served = ", ".join(self.health(reward).revisions) or "no revision"
         return NotServed(f"the revision that the request demands is not served: {reward} is served by {served} now.")
-
-    def _check_serving(self, reward: str) -> None:
-        if self.draining:
-            raise NotServing("the service is stopping: ask another, or this one later.")
-        if self.health(reward).unavailable:
-            raise NotServing(f"the reward {reward} cannot be computed now: see /ready.")
 
     async def drain(self, timeout: float, *, fetched: bool = False) -> None:
         """Refuse new jobs, and wait `timeout` seconds at most until those accepted are finished, or `fetched`."""

@@ -62,10 +62,6 @@ class RewardSettings(Strict):
     load_timeout: Seconds = 3600.0
     queue_items: int = Field(0, ge=0)  # that wait for it; 0: limits.queue_items
     queue_bytes: int = Field(0, ge=0)  # of these; 0: an equal part of limits.queue_bytes
-    ray_address: str = ""  # for engine = "ray": the service's
-    num_cpus: float = Field(1.0, ge=0)  # of a replica, for engine = "ray"
-    num_gpus: float = Field(0.0, ge=0)
-    runtime_env: dict[str, Any] = Field(default_factory=dict, repr=False)  # Ray's, in which a replica runs
 
     @model_validator(mode="after")
     def _normalize(self) -> RewardSettings:
@@ -92,7 +88,6 @@ class Limits(Strict):
 
     max_body_bytes: Count = 256 * 2**20
     max_items: Count = 1024
-    max_requests: Count = 8192  # at the same time
     max_bodies_bytes: Count = 2 * 2**30  # of all requests at the same time
     max_wait: Seconds = 2.0  # for a request's turn in this process, above which it is refused before it is parsed
     max_pixels: Count = 32 * 2**20  # of one image, which is an 8K frame
@@ -148,8 +143,7 @@ class ServiceSettings(Strict):
     media_root: Path | None = None
     allowed_hosts: list[str] = Field(default_factory=list)  # that image URLs may name: NAME[:PORT]
     log_format: Literal["text", "json"] = "text"
-    engine: Literal["processes", "ray"] = "processes"  # of workers: of this machine, or on nodes of a Ray cluster
-    ray_address: str = "auto"  # of the cluster; auto: RAY_ADDRESS, or the one of this machine
+    handlers: Count = 2  # processes that parse requests
     limits: Limits = Field(default_factory=Limits)
     reward_args: list[RewardSettings] = Field(default_factory=list)
     decode_args: DecodeSettings | None = None
@@ -181,6 +175,8 @@ class ServiceSettings(Strict):
                 raise ValueError(f"the client {client.name} has another's name or token: give each its own")
             if unknown := [name for name in client.rewards if name not in rewards]:
                 raise ValueError(f"the client {client.name} opens {unknown[0]}: choose from {', '.join(rewards)}")
+        if callers and self.trusted_proxies:
+            raise ValueError("trusted_proxies tell clients apart by address, but here tokens do: leave them out")
         self.reward_args = [reward for reward in self.reward_args if reward.enable]
         names = [reward.name for reward in self.reward_args]
         if not names:
@@ -195,13 +191,6 @@ class ServiceSettings(Strict):
                 raise ValueError(
                     f"queue_bytes of {reward.name} is more than those of [limits], which are of all rewards"
                 )
-            of_ray = ("ray_address", "num_cpus", "num_gpus", "runtime_env")
-            for key in ("device", "devices") if self.engine == "ray" else of_ray:
-                if key in reward.model_fields_set:
-                    why = "Ray chooses the devices" if self.engine == "ray" else 'it is for engine = "ray"'
-                    raise ValueError(f"reward {reward.name} has {key}: leave it out, {why}")
-            if self.engine == "ray":
-                reward.ray_address = reward.ray_address or self.ray_address
         return self
 
 

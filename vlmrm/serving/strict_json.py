@@ -9,44 +9,24 @@ from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
-from fastapi import HTTPException, Request, Response
+from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, FailFast, ValidationError
 from pydantic_core import from_json
 
-from vlmrm.serving.errors import STATUS, InvalidRequest
-from vlmrm.serving.event_loop import in_thread
+from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.settings import Limits
 from vlmrm.settings import describe_errors
 
-ESCAPED, FEW_ESCAPES = re.compile(rb"\\.", re.DOTALL), 10_000
 BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 SHORT = 64  # characters, of which no image is made
 MANY_KEYS = 4096  # of one object, each of which may be an error of its own
-LARGE_BYTES, SYNTAX, MANY_SIGNS = 256 * 2**10, (b",", b'"', b"[", b"{"), 20_000  # a thread parses what has more
-ENTRIES = 1024  # of a column, which are validated in some milliseconds
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
-async def parse(body: bytes, limits: Limits) -> Any:
-    """Return the value of a request's JSON, as `strict_json` does, in a thread where it is large."""
-    small = len(body) < LARGE_BYTES and sum(map(body.count, SYNTAX)) < MANY_SIGNS
-    value = strict_json(body, limits) if small else await in_thread(strict_json, body, limits)
-    most = max(limits.max_items, ENTRIES)
-    for name, column in value.items() if isinstance(value, dict) else ():
-        if isinstance(column, list) and len(column) > most:
-            raise InvalidRequest(f"{name[:60]} has {len(column)} entries: send {most} at most.")
-    return value
-
-
-async def parse_as(kind: type[Model], body: bytes, limits: Limits) -> Model:
-    """Read a body as a model, for routes that keep it from FastAPI; raises as `parse`."""
-    return await in_thread(validated, kind, await parse(body, limits))
-
-
 def validated(kind: type[Model], value: Any) -> Model:
-    """Return a value as a model; raises InvalidRequest."""
+    """Return a value as a model, for routes that keep their body from FastAPI; raises InvalidRequest."""
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -62,7 +42,7 @@ def strict_json(body: bytes, limits: Limits) -> Any:
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
-        raise InvalidRequest(_problem(body, bare, error, limits)) from error
+        raise InvalidRequest(_problem(body, bare, error)) from error
     if _keys(value, limits) < bare.count(b":"):  # the parser keeps the last of equal keys
         json.loads(body, object_pairs_hook=_unique)
     if len(body) > limits.max_text_bytes and count_text(value, besides=is_medium) > limits.max_text_bytes:
@@ -72,10 +52,7 @@ def strict_json(body: bytes, limits: Limits) -> Any:
 
 def _bare(body: bytes, limits: Limits) -> bytes:
     """Return JSON without its strings; of a broken text, so far as it is JSON."""
-    if body.count(b"\\") < FEW_ESCAPES:  # the quicker way; of millions it would take seconds
-        body = ESCAPED.sub(b"", body)
-    else:
-        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     most = 4 * (limits.max_json_values + 1)  # quotes: each value may have a key
     parts = body.split(b'"', most)
     if len(parts) > most:
@@ -87,15 +64,9 @@ def _too_many(limits: Limits) -> InvalidRequest:
     return InvalidRequest(f"the JSON has over {limits.max_json_values} values: send fewer items at a time.")
 
 
-def _too_deep(limits: Limits) -> InvalidRequest:
-    return InvalidRequest(f"the JSON is nested deeper than the limit of {limits.max_json_depth}.")
-
-
-def _problem(body: bytes, bare: bytes, error: ValueError, limits: Limits) -> str:
+def _problem(body: bytes, bare: bytes, error: ValueError) -> str:
     if constant := re.search(rb"NaN|-?Infinity", bare):
         return f"the JSON has {constant[0].decode()}, which JSON has no number for: leave it out or send null."
-    if "recursion" in str(error):
-        return str(_too_deep(limits))
     try:
         body.decode()
     except UnicodeDecodeError:
@@ -107,7 +78,7 @@ def _keys(value: Any, limits: Limits) -> int:
     keys, level, depth = 0, [value], 0
     while level:
         if depth > limits.max_json_depth:
-            raise _too_deep(limits)
+            raise InvalidRequest(f"the JSON is nested deeper than the limit of {limits.max_json_depth}.")
         below: list[Any] = []
         for part in level:
             if isinstance(part, list):
@@ -156,19 +127,7 @@ class _UpToTheFirstError(FailFast):
 
 
 Column = Annotated[list[Entry], _UpToTheFirstError()]
-"""A list of a request: to find and describe every error in a small body would stop the event loop for a second."""
-
-
-class _StrictRequest(Request):
-    async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            body = await self.body()
-            try:
-                self._json = await parse(body, self.app.state.gateway.settings.limits)
-            except InvalidRequest as error:
-                # FastAPI replaces any other error that is raised while it reads a body by a sentence of its own.
-                raise HTTPException(STATUS[InvalidRequest], str(error)) from error
-        return self._json
+"""A list of a request: to find and describe every error in a small body would take a second."""
 
 
 class StrictRoute(APIRoute):
@@ -178,7 +137,9 @@ class StrictRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
-            return await handle(_StrictRequest(request.scope, request.receive))
+            if self.body_field is not None and "json" in request.headers.get("content-type", "").lower():
+                request._json = strict_json(await request.body(), request.app.state.gateway.settings.limits)
+            return await handle(request)
 
         return strict
 

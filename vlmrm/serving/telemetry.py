@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections import Counter as Counts
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,15 +18,15 @@ from opentelemetry import propagate, trace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vlmrm.conversation import Outcome
+from vlmrm.libraries import needs
 
 if TYPE_CHECKING:
     from vlmrm.serving.backend import Job
+    from vlmrm.serving.settings import ServiceSettings
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 SCORES = (-20, -10, -5, -3, -2, -1, -0.5, 0, 0.5, 1, 2, 3, 5, 10, 20)
-
-REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,19 @@ class Failure:
     request_id: str | None
 
 
+class RequestMetrics:
+    """The Prometheus collectors of a front."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=self.registry)
+        self.requests = counter("vlmrm_requests", "Answered requests", ["client", "route", "status"])
+        self.request_seconds = Histogram(
+            "vlmrm_request_seconds", "Seconds until an answer", ["route"], buckets=SECONDS, registry=self.registry
+        )
+        self.disconnects = counter("vlmrm_disconnects", "Requests whose client left before its answer")
+
+
 class Metrics:
     """The Prometheus collectors of one service in a registry of its own, and recent events for the status page."""
 
@@ -50,12 +63,9 @@ class Metrics:
         histogram = partial(Histogram, registry=self.registry)
         seconds = partial(histogram, buckets=SECONDS)
         gauge = partial(Gauge, registry=self.registry)
-        self.requests = counter("vlmrm_requests", "Answered requests", ["client", "route", "status"])
-        self.request_seconds = seconds("vlmrm_request_seconds", "Seconds until an answer", ["route"])
-        self.disconnects = counter("vlmrm_disconnects", "Requests whose client left before its answer")
-        self.client_items = counter("vlmrm_client_items", "Items that were accepted", ["client", "reward"])
         self.latency = seconds("vlmrm_stage_seconds", "Seconds by stage", ["reward", "stage"])
         self.batch_items = histogram("vlmrm_batch_items", "Items of a batch", ["reward"], buckets=SIZES)
+        self.client_items = counter("vlmrm_client_items", "Items that were accepted", ["client", "reward"])
         self.compute_seconds = counter("vlmrm_compute_seconds", "Seconds in which workers computed", ["reward"])
         self.computed = counter("vlmrm_computed", "What workers computed", ["reward", "what"])
         self.scores = histogram("vlmrm_score", "Scores", ["reward"], buckets=SCORES)
@@ -78,10 +88,23 @@ class Metrics:
             else:
                 self.record_failure(reward, "item", str(outcome.error))
 
-    def record_failure(self, reward: str, reason: str, message: str) -> None:
+    def record_failure(self, reward: str, reason: str, message: str, request_id: str | None = None) -> None:
         """Record what gets no score: an `item`, a `job`, a `refused` request, or one that came too late, `timeout`."""
         self.failures.labels(reward, reason).inc()
-        self.recent_failures.append(Failure(time.time(), reward, reason, message, REQUEST_ID.get()))
+        self.recent_failures.append(Failure(time.time(), reward, reason, message, request_id))
+
+
+def export_spans() -> None:
+    """Send this process's spans where the environment of OpenTelemetry says; nowhere if it does not."""
+    if not any(os.environ.get(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT") for kind in ("", "TRACES_")):
+        return
+    with needs("otel", "traces"):
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
 
 
 def trace_batch(jobs: Sequence[Job], taken: float, started: float, ended: float) -> None:
@@ -113,8 +136,6 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields: dict[str, Any] = dict(getattr(record, "fields", {}))
-        if (request_id := REQUEST_ID.get()) is not None:
-            fields["request_id"] = request_id
         moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
         level, message = record.levelname.lower(), record.getMessage()
         trace = self.formatException(record.exc_info) if record.exc_info else None
@@ -124,6 +145,16 @@ class LineFormatter(logging.Formatter):
         line = " ".join([moment, level, message, *(f"{name}={value}" for name, value in fields.items())])
         line = line.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
         return line if trace is None else f"{line}\n{trace}"
+
+
+def log_lines(settings: ServiceSettings) -> None:
+    """Have a process that the service has started log to its terminal, as the service does."""
+    lines = logging.StreamHandler()
+    lines.setFormatter(LineFormatter(settings.log_format == "json"))
+    logger = logging.getLogger("vlmrm")
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
 
 
 # The last hour -------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from pydantic import Field
 
-from vlmrm.errors import VlmrmError
 from vlmrm.serving.backend import QueueAway
+from vlmrm.serving.errors import CannotSwitch
 from vlmrm.serving.replica import Replica, WorkerRegistry
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
 from vlmrm.serving.worker_process import WorkerDied, WorkerProcess
@@ -25,10 +25,6 @@ from vlmrm.settings import Strict
 T = TypeVar("T")
 
 logger = logging.getLogger("vlmrm")
-
-
-class CannotSwitch(VlmrmError):
-    """Another model cannot take a reward's place; the one that is served stays."""
 
 
 class ModelRequest(Strict):

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import socket
-import sys
-import threading
 import time
+from asyncio.subprocess import Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,16 +16,12 @@ from typing import Any, TypeVar
 
 from anyio.to_thread import run_sync
 
-import vlmrm
 from vlmrm.conversation import Outcome
-from vlmrm.errors import ConfigError
 from vlmrm.formats.wire import read_outcome
 from vlmrm.serving.worker.channel import LENGTHS, pack, unpack
 from vlmrm.serving.worker_spec import WorkerSpec, revision_of, weights_on_disk
 
 T = TypeVar("T")
-
-logger = logging.getLogger("vlmrm")
 
 WORKER = Path(__file__).parent / "worker"
 # Of the environment workers do not get the secrets, nor a launcher's variables: they are no ranks.
@@ -48,7 +42,7 @@ class RewardRaised(Exception):
     """The reward raised an error; the process goes on."""
 
 
-async def open_process(python: str) -> tuple[asyncio.subprocess.Process, socket.socket]:
+async def open_process(python: str) -> tuple[Process, asyncio.StreamReader, asyncio.StreamWriter]:
     """Return a worker's process, started by `python`, and the service's end of its channel."""
     local, remote = socket.socketpair()
     # Only this process and its child have the channel, so that nobody else can forge a result; options, which may
@@ -65,7 +59,7 @@ async def open_process(python: str) -> tuple[asyncio.subprocess.Process, socket.
         except OSError as error:
             local.close()
             raise WorkerDied(f"cannot be started: {python}: {error.strerror}") from error
-    return process, local
+    return process, *await asyncio.open_connection(sock=local)
 
 
 class WorkerProcess:
@@ -74,7 +68,7 @@ class WorkerProcess:
     `died` is done once the process is gone, or no longer of use, and whenever WorkerDied is raised.
     """
 
-    def __init__(self, spec: WorkerSpec, process: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+    def __init__(self, spec: WorkerSpec, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self.spec, self.process, self._reader, self._writer = spec, process, reader, writer
         self.revision = ""
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -92,15 +86,13 @@ class WorkerProcess:
 
     @staticmethod
     async def start(spec: WorkerSpec) -> WorkerProcess:
-        """Return a worker that has loaded its reward, where Ray is to place it or here."""
-        kind = WorkerProcess if spec.ray is None else RayWorker
+        """Return a worker that has loaded its reward."""
         files = partial(weights_on_disk, spec.options, spec.weights)
         worker = None
         try:
             before = await run_sync(files, abandon_on_cancel=True)
-            process, local = await kind._open(spec)
-            worker = kind(spec, process, *await asyncio.open_connection(sock=local))
-            start = {"engine": spec.path, "options": dict(spec.options), "path": list(spec.import_from)}
+            worker = WorkerProcess(spec, *await open_process(spec.python))
+            start = {"engine": spec.path, "options": spec.options, "path": spec.import_from}
             message = await worker._ask(start, spec.load_timeout, "did not load in time")
             if message["kind"] != "ready":
                 error = CannotLoad if message["permanent"] else WorkerDied
@@ -120,11 +112,7 @@ class WorkerProcess:
         return worker
 
     async def score(
-        self,
-        jobs: Sequence[bytes],
-        timeout: float,
-        requests: Sequence[str],
-        prepared: asyncio.Future[Any],
+        self, jobs: Sequence[bytes], timeout: float, requests: Sequence[str], prepared: asyncio.Future[Any]
     ) -> tuple[list[Outcome], float]:
         """Return the outcome of each item of packed jobs, and the seconds of computing; `prepared` is done before."""
         message = {"jobs": list(jobs), "requests": list(requests)}
@@ -180,10 +168,6 @@ class WorkerProcess:
             self._end(late)
             raise WorkerDied(self.died.result())
 
-    @classmethod
-    async def _open(cls, spec: WorkerSpec) -> tuple[asyncio.subprocess.Process, socket.socket]:
-        return await open_process(spec.python)
-
     async def _listen(self) -> None:
         try:
             while True:
@@ -227,149 +211,3 @@ def _settle(future: asyncio.Future[T] | None, result: T) -> None:
     """Set the result of a future that anybody still waits for."""
     if future is not None and not future.done():
         future.set_result(result)
-
-
-# In a Ray cluster ----------------------------------------------------------------------------------------------------
-
-CHUNK_BYTES = 8 * 2**20  # in one call of the actor
-PLACED_S = 15.0  # for the cluster, and for a place in it, after which the log says what is waited for
-CONNECTING = threading.Lock()
-
-
-class WorkerActor:
-    """A worker's process on the node where Ray has placed this actor."""
-
-    async def start(self, python: str, version: str) -> tuple[int, str]:
-        """Start the process by `python`, by default the actor's own, and return its number and its host."""
-        if vlmrm.__version__ != version:
-            raise ConfigError(f"a node has vlmrm {vlmrm.__version__} and the service {version}: install the same.")
-        self._process, channel = await open_process(python or sys.executable)
-        self._reader, self._writer = await asyncio.open_connection(sock=channel, limit=CHUNK_BYTES)
-        return self._process.pid, socket.gethostname()
-
-    async def write(self, data: bytes) -> None:
-        """Pass bytes to the process; none of them at the end, at which it ends too."""
-        with suppress(OSError):  # it has ended, as `read` says
-            if not data:
-                self._writer.close()
-                return
-            self._writer.write(data)
-            await self._writer.drain()
-
-    async def read(self) -> bytes:
-        """Return the next bytes from the process; none once it has ended."""
-        with suppress(OSError):
-            return await self._reader.read(CHUNK_BYTES)
-        return b""
-
-    async def wait(self) -> int:
-        return await self._process.wait()
-
-
-class ActorProcess:
-    """The process of an actor, which has `remote` in effect. `lost` is done when the actor dies, not the process."""
-
-    def __init__(self, actor: Any, pid: int, remote: socket.socket):
-        self.pid, self._actor = pid, actor
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._passing = asyncio.create_task(self._pass(remote))
-
-    async def wait(self) -> int:
-        return await asyncio.shield(self._passing)
-
-    def kill(self) -> None:
-        import ray
-
-        ray.kill(self._actor)
-
-    async def _pass(self, remote: socket.socket) -> int:
-        """Pass on bytes in both directions until the process ends, and return its status."""
-        reader, writer = await asyncio.open_connection(sock=remote, limit=CHUNK_BYTES)
-        sending = asyncio.create_task(self._send(reader))
-        try:
-            while data := await self._actor.read.remote():
-                writer.write(data)
-                await writer.drain()
-            return await self._actor.wait.remote()
-        except Exception as error:  # of Ray, mostly
-            self.lost.set_result(f"was lost with its node or its actor in Ray ({type(error).__name__})")
-            return -9
-        finally:
-            sending.cancel()
-            self.kill()
-            writer.close()
-
-    async def _send(self, reader: asyncio.StreamReader) -> None:
-        from ray.exceptions import RayError
-
-        with suppress(RayError):  # as `_pass` sees too
-            while data := await reader.read(CHUNK_BYTES):
-                await self._actor.write.remote(data)  # one after another: Ray does not promise the order of others
-            await self._actor.write.remote(b"")
-
-
-class RayWorker(WorkerProcess):
-    """A worker with its process on a node of a Ray cluster; `spec.ray` says what it needs there."""
-
-    process: ActorProcess
-
-    def __init__(self, spec: WorkerSpec, process: Any, *channel: Any):
-        super().__init__(spec, process, *channel)
-        process.lost.add_done_callback(lambda lost: self.died.done() or self.died.set_result(lost.result()))
-
-    @classmethod
-    async def _open(cls, spec: WorkerSpec) -> tuple[Any, socket.socket]:
-        import ray
-        from ray.exceptions import RayError
-
-        assert spec.ray is not None
-        placement, actor = spec.ray, None
-        place = {"num_cpus": placement.num_cpus, "num_gpus": placement.num_gpus}
-        environment = {"runtime_env": placement.runtime_env} if placement.runtime_env else {}
-        python = "" if spec.python == sys.executable else spec.python
-        try:
-            connecting = asyncio.ensure_future(run_sync(_connect, placement.ray_address))
-            await _say_if_long(connecting, "a worker waits until the Ray cluster at %s answers", placement.ray_address)
-            await connecting
-            actor: Any = ray.remote(WorkerActor).options(max_restarts=0, **place, **environment).remote()
-            starting = asyncio.wrap_future(actor.start.remote(python, vlmrm.__version__).future())
-            waits = "a worker waits until Ray has a place with %g CPUs and %g GPUs for it"
-            await _say_if_long(starting, waits, *place.values())
-            pid, host = await asyncio.wait_for(starting, spec.load_timeout)
-        except BaseException as error:
-            if actor is not None:
-                ray.kill(actor)
-            if isinstance(error, TimeoutError):
-                raise WorkerDied(f"had no place in Ray's cluster in {spec.load_timeout:g} s") from None
-            if isinstance(error, (ConfigError, WorkerDied, RayError, ConnectionError, ValueError, RuntimeError)):
-                kind = CannotLoad if isinstance(error, ConfigError) else WorkerDied
-                raise kind(f"cannot be started by Ray: {_reason(error)}") from error
-            raise
-        logger.info("Ray has placed a worker on %s", host)
-        local, remote = socket.socketpair()
-        return ActorProcess(actor, pid, remote), local
-
-    def _kill(self) -> None:
-        self.process.kill()
-
-
-async def _say_if_long(work: asyncio.Future[Any], message: str, *arguments: object) -> None:
-    """Wait until work is done, or log what is waited for once that takes long."""
-    done, _ = await asyncio.wait({work}, timeout=PLACED_S)
-    if not done:
-        logger.warning(message, *arguments)
-
-
-def _connect(address: str) -> None:
-    """Join the cluster. In a thread, as otherwise Ray would take the handler of SIGTERM, and nothing would drain."""
-    import ray
-
-    with CONNECTING:
-        if not ray.is_initialized():
-            ray.init(address, namespace="vlmrm", log_to_driver=False, logging_level=logging.ERROR)
-
-
-def _reason(error: Exception) -> str:
-    # What was raised in the actor is its `cause`: the text of the error itself is a traceback with addresses.
-    text = str(getattr(error, "cause", error)).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -40,7 +40,6 @@ class WorkerSpec:
     batch_timeout: float = 600.0
     load_timeout: float = 3600.0
     silence: float = 30.0  # seconds without a heartbeat after which the worker counts as dead
-    ray: RewardSettings | None = None  # where Ray is to place it; None for this machine
 
 
 def worker_specs(reward: RewardSettings, silence: float) -> list[WorkerSpec]:
@@ -73,7 +72,7 @@ def worker_spec(reward: RewardSettings, device: str, silence: float) -> WorkerSp
     made = (path, {**options, **reward.options}, reward.venv_python, reward.import_from)
     bounds = (reward.batch_tokens, reward.batch_timeout, reward.load_timeout, silence)
     weights = "" if path == SCORER else reward.model_path
-    return WorkerSpec(*made, weights, *bounds, reward if reward.ray_address else None)
+    return WorkerSpec(*made, weights, *bounds)
 
 
 def is_trained(reward: RewardSettings) -> bool:

@@ -70,8 +70,7 @@ class RewardTrainingArguments(trl.RewardConfig):
         "before the training, which does not start if more of them are.",
     )
     torch_compile: bool | None = key(  # ty: ignore[incompatible-attribute-override]
-        None,
-        "Compile each block around its attention. Default: of Qwen2.5-VL in bfloat16 on one GPU, from 200 steps.",
+        None, "Compile each block around its attention. Default: of Qwen2.5-VL in bfloat16 on one GPU, from 200 steps."
     )
     # TRL's text-only key; conversations are measured by max_seq_length (DataArguments).
     max_length: int | None = key(None, "Not used: see max_seq_length.")

@@ -84,7 +84,7 @@ def check_required(run: RunArguments) -> Iterator[str]:
         raise ConfigError("push_to_hub does not work here: upload the trained model with vlmrm export --push_to_hub.")
     check_optimizer(args, run.written)
     if run.model.load_in_4bit:
-        from vlmrm.modeling.quantization import quantization_config
+        from vlmrm.modeling.adapters import quantization_config
 
         quantization_config(run.model)
         if args.use_cpu:

@@ -282,7 +282,7 @@ def base_digest(model_args: ModelArguments) -> str | None:
 
 def build_model(model_args: ModelArguments, args: RewardTrainingArguments, processor: Any) -> RewardModel:
     """Load the reward model, with a seeded head and its frozen parts."""
-    from vlmrm.modeling.quantization import keep_trainable, quantization_config
+    from vlmrm.modeling.adapters import keep_trainable, quantization_config
 
     if args.deepspeed and args.use_cpu:
         # ZeRO-3 reads the number of ranks inside from_pretrained, before anything else starts the process group.

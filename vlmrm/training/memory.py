@@ -29,9 +29,9 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 from vlmrm.errors import first_line
 from vlmrm.libraries import relies_on
 from vlmrm.modeling import batcher_for, lora_config, reward_model_class
+from vlmrm.modeling.adapters import layers_to_quantize
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.parts import freeze
-from vlmrm.modeling.quantization import layers_to_quantize
 from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
 from vlmrm.training.engines import ENGINES, LAYER_KEYS, engine_of
 from vlmrm.training.main import build_collator, weight_dtype

@@ -24,7 +24,7 @@ from vlmrm.data.media import image_size
 from vlmrm.errors import CheckpointError, ConfigError, DataError, RowError
 from vlmrm.libraries import install_command
 from vlmrm.logs import counted
-from vlmrm.measures.audit import CLUSTERS
+from vlmrm.measures.analysis import CLUSTERS
 from vlmrm.modeling import reward_model_class
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import find_file

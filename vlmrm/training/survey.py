@@ -21,7 +21,7 @@ from vlmrm.data.duplicates import Repeats
 from vlmrm.data.media import media_key
 from vlmrm.errors import ConfigError, MediaError, RowError, TrainingError
 from vlmrm.logs import counted
-from vlmrm.measures.audit import CLUSTERS
+from vlmrm.measures.analysis import CLUSTERS
 from vlmrm.training.losses import pair_weights
 
 SAMPLE = 64  # rows that a training renders before its first step

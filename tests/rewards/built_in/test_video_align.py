@@ -8,7 +8,7 @@ import pytest
 from tests.published import cases
 from vlmrm.errors import CheckpointError, RewardError
 from vlmrm.rewards import RewardSet
-from vlmrm.rewards.built_in.video_align import sampled
+from vlmrm.rewards.built_in.reward_tokens import sampled
 
 PROMPTS = cases.PROMPTS
 

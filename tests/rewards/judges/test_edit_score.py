@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.rewards.judges.judge_server import completion
 from vlmrm.errors import RewardError
-from vlmrm.rewards.judges.edit_score import read_scores
+from vlmrm.rewards.judges.pointwise import read_scores
 
 SOURCE = Image.new("RGB", (8, 8), "white")
 

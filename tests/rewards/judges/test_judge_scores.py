@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vlmrm.rewards.judges.rational_rewards import aggregate, read_aspects
+from vlmrm.rewards.judges.pointwise import aggregate, read_aspects
 from vlmrm.rewards.judges.replies import read_score
 
 TITLES = {"text_faithfulness": "Text Faithfulness", "physical_quality": "Physical and Visual Quality"}

@@ -44,7 +44,7 @@ class CosmosClient:
         return sum(np.array(scores[key]) for key in score_key.split("+"))
 
     async def _post(self, route: str, *, headers: dict[str, str] | None = None, **body: Any) -> dict[str, Any]:
-        headers = {**(headers or {}), "Authorization": f"Bearer {self.token}"}
+        headers = {**(headers or {}), "Authorization": f"Bearer {self.token}".strip()}
         if self.replica is not None:
             headers["X-Lepton-Replica-Target"] = self.replica
         for _ in range(self.attempts):

@@ -16,7 +16,7 @@ from safetensors.torch import save
 from tests.serving.hosts import hosts, until
 from tests.serving.protocols.cosmos_client import CosmosClient
 from tests.serving.sent_media import npy
-from tests.serving.services import Gate, eventually, fake, in_loop, running
+from tests.serving.services import Gate, eventually, fake, in_loop, running, submit
 from vlmrm.conversation import Outcome
 from vlmrm.errors import MediaError
 from vlmrm.serving.protocols.cosmos import cosmos_scores, read_media
@@ -160,7 +160,7 @@ async def test_unframed_bodies_and_pulls_without_uuid_are_refused():
 @in_loop
 async def test_a_full_queue_accepts_no_reward_of_requests():
     async with running(fake("one"), fake("two"), workers=False, limits={"queue_items": 3}) as (service, client):
-        waiting = await service.submit("two", [{"prompt": "a"}, {"prompt": "b"}])
+        waiting = await submit(service, "two", [{"prompt": "a"}, {"prompt": "b"}])
         answer = await enqueued(client, {**LENGTH, "reward_fn": {"one": 1, "two": 1}})
         assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
         assert await service.backend.depth("one") == (0, 0)

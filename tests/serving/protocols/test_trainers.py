@@ -15,7 +15,7 @@ import pytest
 from tests.serving.sent_media import clip, png
 from tests.serving.services import eventually, fake, in_loop, running
 from vlmrm.errors import RowError
-from vlmrm.formats.pickles import MAX_OPERATIONS, read_pickle
+from vlmrm.formats.wire import MAX_OPERATIONS, read_pickle
 
 CHARACTERS = fake("characters", "fake_reward.Characters")
 PNG = base64.b64encode(png()).decode()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import isnan
 
 from vlmrm.evaluation.report.checkpoints import number, percent, points
-from vlmrm.measures.audit import CHANCE, MARGIN, Finding, deciding
+from vlmrm.measures.analysis import CHANCE, MARGIN, Finding, deciding
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS, REMOVING
 

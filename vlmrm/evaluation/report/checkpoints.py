@@ -16,8 +16,7 @@ import pandas as pd
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.choosing import MEAN, Criterion, split_metric
 from vlmrm.evaluation.schema import Best, ResultsFile, details_path, load_results
-from vlmrm.measures.analysis import GROUP, analyse, figures
-from vlmrm.measures.audit import Finding, audit
+from vlmrm.measures.analysis import GROUP, Finding, analyse, audit, figures
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.pairs import COLUMNS, margins_of, not_finite, read_pairs
 

@@ -16,7 +16,7 @@ from vlmrm.evaluation.report import audit
 from vlmrm.evaluation.report.checkpoints import Checkpoint, Choice, TrainingLog, interval, number, percent, points
 from vlmrm.measures import plots
 from vlmrm.measures.analysis import GROUP
-from vlmrm.measures.audit import LEVEL as TOGETHER
+from vlmrm.measures.analysis import LEVEL as TOGETHER
 from vlmrm.measures.differences import PairedTest, compare
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS

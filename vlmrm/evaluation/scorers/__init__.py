@@ -7,13 +7,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from vlmrm.errors import CheckpointError, ConfigError
-from vlmrm.evaluation.entry import Entry
+from vlmrm.evaluation.entry import Entry, Spec, read_spec
 from vlmrm.evaluation.scorers.checkpoint import CheckpointEntry, HubEntry
 from vlmrm.evaluation.scorers.classifier import ClassifierEntry
-from vlmrm.evaluation.scorers.judge import JudgeEntry
-from vlmrm.evaluation.scorers.reward import PUBLISHED, FunctionEntry, reward_entries
+from vlmrm.evaluation.scorers.reward import PUBLISHED, FunctionEntry, JudgeEntry, reward_entries
 from vlmrm.evaluation.scorers.service import ServiceEntry
-from vlmrm.evaluation.scorers.spec import Spec, read_spec
 from vlmrm.modeling.manifest import read_json_of
 
 

@@ -20,10 +20,9 @@ from vlmrm.batching.collator import OverlongError
 from vlmrm.conversation import Conversation, Image, Message, Part, text_of
 from vlmrm.data.media import open_image
 from vlmrm.errors import CheckpointError, ConfigError, RowError, first_line
-from vlmrm.evaluation.entry import Entry, SweepRun
+from vlmrm.evaluation.entry import Entry, Spec, SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import ConversationScorer, origin_of
-from vlmrm.evaluation.scorers.spec import Spec
 from vlmrm.libraries import hub_answers, parse_device
 from vlmrm.modeling import resolve_attention, sequence_limit
 from vlmrm.modeling.manifest import checkpoint_digest, local_folder

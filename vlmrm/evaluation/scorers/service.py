@@ -15,10 +15,9 @@ from typing import Any
 
 from vlmrm.conversation import Conversation
 from vlmrm.errors import CheckpointError, ConfigError, RewardError, RowError
-from vlmrm.evaluation.entry import Entry, OpenEntry, SweepRun
+from vlmrm.evaluation.entry import Entry, OpenEntry, Spec, SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import Compared, ConversationScorer, compared, origin_of
-from vlmrm.evaluation.scorers.spec import Spec
 from vlmrm.formats.texts import write_text
 from vlmrm.http import Refused, Server, read_json, run
 from vlmrm.rewards.remote import Endpoints, json_content

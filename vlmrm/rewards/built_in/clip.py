@@ -23,7 +23,6 @@ from vlmrm.data.media import media_key
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import missing
 from vlmrm.modeling.published_weights import load_exactly, open_clip_to_transformers, pretrained, read_weights, shared
-from vlmrm.rewards.built_in.views import FRAMES, once_each, views_of
 from vlmrm.rewards.contract import (
     BaseRewardModel,
     GroupwiseRewardModel,
@@ -33,6 +32,7 @@ from vlmrm.rewards.contract import (
     RewardModelOutput,
     choice,
 )
+from vlmrm.rewards.pictures import FRAMES, once_each, views_of
 from vlmrm.scoring.transforms import rank
 
 logger = logging.getLogger("vlmrm")

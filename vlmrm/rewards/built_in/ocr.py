@@ -12,8 +12,8 @@ from PIL import Image
 
 from vlmrm.errors import RewardError
 from vlmrm.libraries import needs
-from vlmrm.rewards.built_in.views import views_of
 from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, Verdict, choice
+from vlmrm.rewards.pictures import views_of
 
 # A " after a digit is inches. Each pattern has one group, the quoted text.
 DOUBLE = (r'(?<!\d)["“”„]([^"“”„]*)["“”]', "«([^»]*)»", "「([^」]*)」")

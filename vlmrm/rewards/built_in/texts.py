@@ -1,16 +1,22 @@
-"""`format` and `repetition`: guards beside a learned reward, which may like texts for the wrong reasons."""
+"""Rewards that are formulas: `format` and `repetition`, guards beside a learned reward, and the size of a JPEG."""
 
 from __future__ import annotations
 
+import io
 import re
 from typing import Any
 
+from PIL import Image
 from pydantic import Field
 
 from vlmrm.conversation import text_of
 from vlmrm.formats.openai import read_messages
 from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput
 from vlmrm.settings import Strict, validate
+
+QUALITY = 95
+KILOBYTE = 1000
+SCALE = 500  # kilobytes that cost a reward of 1
 
 
 class FormatSettings(Strict, strict=True):
@@ -67,3 +73,27 @@ def repeated(text: str, size: int) -> float:
 
 def _text(response: Any) -> str:
     return response if isinstance(response, str) else text_of(read_messages(response, "assistant"))
+
+
+class JpegIncompressibility(PointwiseRewardModel):
+    """The kilobytes of the image as a JPEG file of quality 95 (Black et al. 2023, arXiv:2305.13301)."""
+
+    required_fields = ("image",)
+    options = ()
+
+    def __call__(self, image: list[Image.Image]) -> RewardModelOutput:  # ty: ignore[incompatible-method-override]
+        return RewardModelOutput([kilobytes(picture) for picture in image])
+
+
+class JpegCompressibility(JpegIncompressibility):
+    """The same, divided by -500 as in Flow-GRPO; Black et al. have the negative kilobytes themselves."""
+
+    def __call__(self, image: list[Image.Image]) -> RewardModelOutput:
+        return RewardModelOutput([-kilobytes(picture) / SCALE for picture in image])
+
+
+def kilobytes(image: Image.Image) -> float:
+    """Return the size of the image as a JPEG file."""
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=QUALITY)
+    return file.tell() / KILOBYTE

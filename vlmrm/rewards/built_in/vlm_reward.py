@@ -23,7 +23,6 @@ from vlmrm.errors import ConfigError, RowError, finite_or_error
 from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate, read_sample, sample_to_conversation
 from vlmrm.http import run
 from vlmrm.libraries import needs
-from vlmrm.rewards.built_in.views import once_each
 from vlmrm.rewards.contract import (
     BaseRewardModel,
     GroupwiseRewardModel,
@@ -35,6 +34,7 @@ from vlmrm.rewards.contract import (
     choice,
 )
 from vlmrm.rewards.judges.replies import without_thinking
+from vlmrm.rewards.pictures import once_each
 from vlmrm.rewards.remote import ClientSettings, connected
 from vlmrm.rewards.servers import SILENCE
 from vlmrm.scoring.loading import SCORER_OPTIONS, is_address, load_local_scorer

@@ -74,10 +74,7 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
         failures = {index: group.reason(place) for place, index in enumerate(order) if not met[place]}
         places = np.argsort(order).tolist()  # of the samples in that order
         rewards = [math.nan if index in failures else rates[place] for index, place in enumerate(places)]
-        info = {
-            "strength": [float(values[place]) for place in places],
-            "pairs": [met[place] for place in places],
-        }
+        info = {"strength": [float(values[place]) for place in places], "pairs": [met[place] for place in places]}
         return RewardModelOutput(rewards, info, failures)
 
     def _key(self, sample: JudgeSample) -> str:

@@ -14,14 +14,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from vlmrm.errors import RewardError
 from vlmrm.rewards.contract import Processes, RewardArguments, Verdict
-from vlmrm.rewards.judges.judge import (
-    Judge,
-    JudgeSample,
-    SampleSettings,
-    fence,
-    image_part,
-    text_part,
-)
+from vlmrm.rewards.judges.judge import Judge, JudgeSample, SampleSettings, fence, image_part, text_part
 from vlmrm.rewards.judges.replies import Reply, json_objects, read_score, without_thinking
 from vlmrm.settings import Strict, load_file, validate
 

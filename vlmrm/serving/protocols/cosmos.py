@@ -12,41 +12,28 @@ latent   float [B, C, T, H, W]; uint8 as .npy is bfloat16 byte by byte, [B, C, T
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictFloat,
-    StrictInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictFloat, StrictInt, model_validator
 from safetensors import SafetensorError, deserialize
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import MediaError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import State, Status
-from vlmrm.serving.errors import InvalidRequest
-from vlmrm.serving.event_loop import current_request, in_thread
+from vlmrm.serving.clients import current_request
+from vlmrm.serving.errors import InvalidRequest, NotServing
 from vlmrm.serving.gateway import Gateway, check_lengths, gateway_of
-from vlmrm.serving.media import decoded_size, read_npy
-from vlmrm.serving.service import NotServing
+from vlmrm.serving.media import decoded_size, read_npy, write_npy
 from vlmrm.serving.settings import Limits, RewardSettings
-from vlmrm.serving.strict_json import Column, body_of, parse, parse_as
+from vlmrm.serving.strict_json import Column, body_of, strict_json, validated
 from vlmrm.serving.worker.channel import redact_paths
 
 KEPT_BYTES = 4096  # of a sample, as JSON, for as long as its result
@@ -108,25 +95,11 @@ class Pull(BaseModel):
     type: str | None = None
 
 
-@dataclass(frozen=True)
-class MediaBatch:
+class MediaBatch(NamedTuple):
     """Images [3, H, W], videos [T, 3, H, W] or latents [C, T, H, W], and the answer's `input_info`."""
 
-    kind: MediaType
     samples: list[np.ndarray]
     info: dict[str, Any]
-
-    @cached_property
-    def columns(self) -> list[dict[str, dict[str, bytes]]]:
-        """Return each sample as a column of an item, encoded once for all rewards."""
-        name = "latents" if self.kind == "latent" else self.kind
-        return [{name: {"npy": _write_npy(sample)}} for sample in self.samples]
-
-
-def _write_npy(array: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, np.ascontiguousarray(array))
-    return file.getvalue()
 
 
 def read_media(data: bytes, kind: MediaType, limits: Limits) -> MediaBatch:
@@ -161,7 +134,7 @@ def read_media(data: bytes, kind: MediaType, limits: Limits) -> MediaBatch:
     bounds = (values.min(), values.max())
     low, high = map(_round_bfloat16, bounds) if dtype == "bfloat16" else map(float, bounds)
     info = {"shape": list(values.shape), "dtype": f"torch.{dtype}", "min": f"{low:.3f}", "max": f"{high:.3f}"}
-    return MediaBatch(kind, list(samples), info)
+    return MediaBatch(list(samples), info)
 
 
 SAFETENSORS = {"U8": "u1", "F16": "<f2", "F32": "<f4", "F64": "<f8", "BF16": "<u2"}
@@ -237,42 +210,42 @@ async def ping() -> dict[str, str]:
 async def enqueue(request: Request) -> dict[str, str]:
     """Return `{"uuid"}` once every reward is accepted; with `replica_id` where a load balancer routes by it."""
     gateway = gateway_of(request)
-    metadata, media = await _read(gateway, await request.body())
+    metadata, media = _read(gateway, await request.body())
     rewards = [gateway.authorized_reward(request, name) for name in metadata.reward_fn]
     for reward in rewards:
         _check_required(gateway, reward, metadata)
-    items = {reward.name: await in_thread(_items, reward, metadata, media) for reward in rewards}
+    files = list(map(write_npy, media.samples))
+    items = {reward.name: _items(reward, metadata, files) for reward in rewards}
     jobs: dict[str, str] = {}
     try:
         for name in items:
-            jobs[name] = await gateway.service.submit(name, items[name])
+            jobs[name] = await gateway.core.put(gateway.job(name, items[name]))
     except BaseException:  # all or nothing, also when the client disconnects meanwhile
         for job_id in jobs.values():
-            await gateway.service.backend.cancel(job_id)
+            await gateway.core.cancel(job_id)
         raise
-    geneval, tags, includes = None, metadata.geneval_tags, metadata.geneval_includes
-    if tags is not None and includes is not None:
-        geneval = {"tags": tags, "includes": includes, "only_strict": metadata.geneval_only_strict}
-    info = media.info if media.kind == "image" else {**media.info, "video_infos": metadata.video_infos}
+    names = ("tags", "includes", "only_strict")
+    geneval = None if metadata.geneval_tags is None else {name: getattr(metadata, f"geneval_{name}") for name in names}
+    info = media.info if metadata.media_type == "image" else {**media.info, "video_infos": metadata.video_infos}
     request_id = str(uuid.uuid4())
     await _save(gateway, request_id, {"jobs": jobs, "input_info": info, "geneval": geneval})
     replica = os.environ.get("LEPTON_REPLICA_ID")
     return {"uuid": request_id, **({"replica_id": replica} if replica else {})}
 
 
-async def _read(gateway: Gateway, body: bytes) -> tuple[Metadata, MediaBatch]:
+def _read(gateway: Gateway, body: bytes) -> tuple[Metadata, MediaBatch]:
     head, newline, data = body.partition(b"\n")
     if not newline:
         raise MediaError("the body has no line end after its JSON: send <JSON>, a line end, and the media")
-    metadata = await parse_as(Metadata, head, gateway.settings.limits)
+    metadata = validated(Metadata, strict_json(head, gateway.settings.limits))
     if metadata.media_type == "latent":
-        health = gateway.service.decoder_health()
+        health = gateway.core.state.decoder
         if health is None:
             advice = "set [decode_args] model_path in its configuration, or send frames with media_type video."
             raise InvalidRequest(f"this service has no decoder of latents: {advice}")
         if health.unavailable:
             raise NotServing("the decoder of latents cannot be loaded now: see /ready.")
-    media = await in_thread(read_media, data, metadata.media_type, gateway.settings.limits)
+    media = read_media(data, metadata.media_type, gateway.settings.limits)
     if len(media.samples) != len(metadata.prompts):
         raise InvalidRequest(f"there are {len(metadata.prompts)} prompts but {len(media.samples)} samples of media.")
     return metadata, media
@@ -285,18 +258,19 @@ def _check_required(gateway: Gateway, reward: RewardSettings, metadata: Metadata
     sent = {"prompt", "image" if metadata.media_type == "image" else "video"}  # as rewards see it
     if metadata.geneval_tags is not None:
         sent.add("metadata")
-    for column in gateway.service.info(reward.name).get("required", ()):
+    for column in gateway.info(reward.name).get("required", ()):
         if column not in sent:
             name = "geneval_tags and geneval_includes" if column == "metadata" else column
             raise InvalidRequest(f"the reward {reward.name} needs {name}, which the request does not have.")
 
 
-def _items(reward: RewardSettings, metadata: Metadata, media: MediaBatch) -> list[Item]:
+def _items(reward: RewardSettings, metadata: Metadata, files: Sequence[bytes]) -> list[Item]:
     """Return the samples as a reward's worker takes them, with the samples of one prompt in one group."""
     items: list[Item] = []
+    column = "latents" if metadata.media_type == "latent" else metadata.media_type
     for index, prompt in enumerate(metadata.prompts):
-        item: Item = {"prompt": prompt, **media.columns[index], "group": prompt}
-        if media.kind != "image":
+        item: Item = {"prompt": prompt, column: {"npy": files[index]}, "group": prompt}
+        if column != "image":
             item["fps"] = (metadata.video_infos or [])[index]["video_fps"]
         if reward.engine:  # a handler is called with all samples of a request, and all that it says
             item |= {"group": "request", "request": metadata.model_dump(exclude={"prompts", "reward_fn"})}
@@ -311,20 +285,17 @@ async def pull(request: Request) -> JSONResponse:
     """Return the result of one reward, any number of times; 425 with its `state` until there is one."""
     gateway = gateway_of(request)
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() == "application/json":
-        content = await parse(await request.body(), gateway.settings.limits)
+        content = strict_json(await request.body(), gateway.settings.limits)
     else:
         content = dict(await request.form(max_files=0, max_fields=10))
-    try:
-        body = Pull.model_validate(content)
-    except ValidationError:
-        raise InvalidRequest("a pull needs a uuid, and a type: send both as a form or as JSON.") from None
-    if body.type in gateway.service.rewards:
+    body = validated(Pull, content)
+    if body.type in gateway.rewards:
         gateway.authorized_reward(request, body.type)
 
     def missing(status: int, state: str, reason: str = "") -> JSONResponse:
         return JSONResponse({"message": f"Not found scores for {body.uuid}{reason}", "state": state}, status)
 
-    record = await gateway.service.backend.load_record(f"cosmos:{body.uuid}")
+    record = await gateway.core.load_record(f"cosmos:{body.uuid}")
     if record is None:
         return missing(400, "unknown")
     jobs = record["jobs"]
@@ -332,8 +303,7 @@ async def pull(request: Request) -> JSONResponse:
     if name is None or name not in jobs:
         return missing(400, "unknown", f": it was asked for {', '.join(jobs)}: name one of them as type")
     await _save(gateway, body.uuid, record)  # for another `result_ttl`
-    status = await gateway.service.backend.wait(jobs[name], gateway.settings.long_poll)
-    await gateway.scheduler.next_turn(scored=True)
+    status = await gateway.core.wait(jobs[name], gateway.settings.long_poll)
     if status is not None and not status.finished:
         return missing(425, status.state.value)
     reward = gateway.authorized_reward(request, name)
@@ -344,7 +314,7 @@ async def pull(request: Request) -> JSONResponse:
 
 async def _save(gateway: Gateway, request_id: str, record: dict[str, Any]) -> None:
     """Keep the job of each reward, and further fields of the answer, for as long as results are kept."""
-    await gateway.service.backend.save_record(f"cosmos:{request_id}", record, gateway.settings.limits.result_ttl)
+    await gateway.core.save_record(f"cosmos:{request_id}", record, gateway.settings.limits.result_ttl)
 
 
 def _answer(reward: RewardSettings, status: Status | None, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -411,10 +381,7 @@ KEYS: dict[str, dict[str, Callable[[Outcome], Any]]] = {
         "ta_reward": lambda outcome: outcome.extra["TA"],
         "overall_reward": lambda outcome: outcome.extra["overall"],
     },
-    "hpsv2": {"hpsv2": _score},
-    "pickscore": {"pickscore": _score},
-    "hpsv3": {"hpsv3": _score},
-    "image_reward": {"image_reward": _score},
+    **{name: {name: _score} for name in ("hpsv2", "pickscore", "hpsv3", "image_reward")},
     "ocr": {"ocr_reward": _score},
     "unified_reward": {"unified_reward": lambda outcome: _score(outcome) / 5},  # from 1 to 5 of an image
 }

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
+import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field, model_validator
-from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.types import Message
+from starlette.formparsers import MultiPartParser
 
 from vlmrm.conversation import Outcome, Sample
 from vlmrm.errors import CheckpointError, RowError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.wire import Item
 from vlmrm.scoring.transforms import Transform, transform_named, win_rate
-from vlmrm.serving.errors import ErrorDetail, InvalidRequest, error_of
+from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.gateway import Gateway, gateway_of, gather_rewards, json_answer
 from vlmrm.serving.media import MediaResolver
+from vlmrm.serving.responses import ErrorDetail, error_of
 from vlmrm.serving.settings import Limits
 from vlmrm.serving.strict_json import Column, StrictRoute, body_of
 from vlmrm.settings import Strict
@@ -100,11 +100,12 @@ class RewardsAnswer(Strict):
 
 
 JSON_PART = "request"
-SLICE_BYTES = 256 * 2**10
 PARTS = {JSON_PART: {"type": "string", "description": "The JSON; media may be `attachment:NAME`."}}
 FILE = {"type": "string", "format": "binary", "description": "The file NAME."}
 SCHEMA = {"type": "object", "required": [JSON_PART], "properties": PARTS, "additionalProperties": FILE}
 FORM = body_of({"multipart/form-data": SCHEMA})
+
+MultiPartParser.spool_max_size = sys.maxsize  # nothing of a request is written to a disk, which may be full
 
 
 class MultipartRoute(StrictRoute):
@@ -117,14 +118,8 @@ class MultipartRoute(StrictRoute):
             request.state.attachments = {}
             if request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
                 parts = await _parts(request, request.app.state.gateway.settings.limits)
-                content = {"type": "http.request", "body": parts.pop(JSON_PART), "more_body": False}
-
-                async def receive() -> Message:
-                    return content
-
-                headers = [(name, value) for name, value in request.scope["headers"] if name != b"content-type"]
-                headers.append((b"content-type", b"application/json"))
-                request = Request({**request.scope, "headers": headers}, receive)
+                request = Request({**request.scope, "headers": [(b"content-type", b"application/json")]})
+                request._body = parts.pop(JSON_PART)
                 request.state.attachments = parts
             return await handle(request)
 
@@ -132,21 +127,7 @@ class MultipartRoute(StrictRoute):
 
 
 async def _parts(request: Request, limits: Limits) -> dict[str, bytes]:
-    body = await request.body()
-
-    async def slices() -> AsyncGenerator[bytes]:
-        for begin in range(0, len(body), SLICE_BYTES):  # between which others have their turn
-            yield body[begin : begin + SLICE_BYTES]
-            await asyncio.sleep(0)
-
-    parser = MultiPartParser(
-        request.headers, slices(), max_files=limits.max_items + 1, max_fields=16, max_part_size=limits.max_body_bytes
-    )
-    parser.spool_max_size = limits.max_body_bytes  # nothing of a request is written to a disk, which may be full
-    try:
-        form = await parser.parse()
-    except MultiPartException as error:
-        raise InvalidRequest(f"the form cannot be read: {error.message.rstrip('.')}.") from error
+    form = await request.form(max_files=limits.max_items + 1, max_fields=16, max_part_size=limits.max_body_bytes)
     parts: dict[str, bytes] = {}
     for name, value in form.multi_items():
         if name in parts:
@@ -154,7 +135,6 @@ async def _parts(request: Request, limits: Limits) -> dict[str, bytes]:
         if isinstance(value, str) and name != JSON_PART:
             raise InvalidRequest(f"the form has the field {name[:60]!r}, which is no file: put it into {JSON_PART}.")
         parts[name] = value.encode("utf-8", "replace") if isinstance(value, str) else await value.read()
-    await form.close()
     if JSON_PART not in parts:
         raise InvalidRequest(f"the form has no part {JSON_PART}: send the JSON as one.")
     return parts
@@ -183,7 +163,7 @@ async def rewards(body: RewardRequest, request: Request) -> Response:
 async def _score(gateway: Gateway, body: RewardRequest, name: str, items: Sequence[Item | RowError]) -> RewardAnswer:
     started = time.perf_counter()
     # A wrong transform is refused before anything is computed, where the worker's info is known.
-    if info := gateway.service.info(name):
+    if info := gateway.info(name):
         _transform(body, info)
     result = await gateway.score(name, items, priority=body.priority, timeout=body.timeout)
     return RewardAnswer(
@@ -191,7 +171,7 @@ async def _score(gateway: Gateway, body: RewardRequest, name: str, items: Sequen
         model=name,
         revision=result.revision,
         transform=body.transform,
-        data=_data(body, result.outcomes, gateway.service.info(name)),
+        data=_data(body, result.outcomes, gateway.info(name)),
         timing_ms={"total": round(1000 * (time.perf_counter() - started), 3)},
     )
 

@@ -22,12 +22,10 @@ from pydantic import BaseModel, Field, model_validator
 from vlmrm.conversation import Sample
 from vlmrm.errors import RowError
 from vlmrm.formats.flow_factory import data_uri
-from vlmrm.formats.pickles import read_pickle
 from vlmrm.formats.rollouts import read_openrlhf_query, read_slime_sample, zip_columns
 from vlmrm.formats.texts import read_text
-from vlmrm.formats.wire import Item
-from vlmrm.serving.errors import InvalidRequest, RewardFailed, error_of
-from vlmrm.serving.event_loop import in_thread
+from vlmrm.formats.wire import Item, read_pickle
+from vlmrm.serving.errors import InvalidRequest, NotServing, RewardFailed, TooLarge, UnknownReward
 from vlmrm.serving.gateway import (
     PATIENCE_S,
     TIMEOUT_S,
@@ -38,8 +36,8 @@ from vlmrm.serving.gateway import (
     score_conversations,
 )
 from vlmrm.serving.media import MediaResolver
-from vlmrm.serving.service import NotServing, TooLarge, UnknownReward
-from vlmrm.serving.strict_json import Column, StrictRoute, body_of, parse_as, validated
+from vlmrm.serving.responses import error_of
+from vlmrm.serving.strict_json import Column, StrictRoute, body_of, strict_json, validated
 from vlmrm.serving.worker.channel import redact_paths
 from vlmrm.settings import Strict, nearest
 
@@ -158,7 +156,7 @@ BODY = body_of({"application/octet-stream": PICKLE})
 @router.post("/{reward}/verl_omni", tags=["verl-omni"], openapi_extra=BODY, response_class=Response)
 async def verl_omni(request: Request, reward: str | None = None) -> Response:
     """Return a pickle of `{"scores": [number]}`, in order."""
-    body = validated(Pickled, await in_thread(read_pickle, await request.body()))
+    body = validated(Pickled, read_pickle(await request.body()))
     rows = list(zip(body.prompts, body.images, strict=True))
     scores = await score_conversations(request, reward, rows, lambda row: Sample(row[0], image=row[1]), noun="image")
     return Response(pickle.dumps({"scores": scores}), media_type="application/octet-stream")
@@ -224,8 +222,8 @@ async def unirl_score(body: UniRLRequest, request: Request) -> UniRLAnswer:
 @router.get("/unirl/health", tags=["UniRL"])
 async def unirl_health(request: Request) -> dict[str, Any]:
     """Return the names of the rewards, for UniRL's check at its start, and whether each can be computed."""
-    service, names = gateway_of(request).service, request.state.client.rewards
-    return {"status": "ok", "rewards": {name: [service.health(name).ready] for name in names}}
+    gateway, names = gateway_of(request), request.state.client.rewards
+    return {"status": "ok", "rewards": {name: [gateway.health(name).ready] for name in names}}
 
 
 @router.get("/unirl/rewards", tags=["UniRL"])
@@ -249,14 +247,8 @@ def _history(media: MediaResolver, request: HistoryRequest) -> Item:
             raise RowError("a turn of its history has video_b64 and video_path: send one of them")
         images.append(None if image is None else data_uri(image))
         videos.append(f"file://{quote(path)}" if path is not None else None if video is None else data_uri(video))
-    sample = Sample(
-        last.text,
-        image=images.pop(),
-        video=videos.pop(),
-        condition_images=tuple(filter(None, images)),
-        condition_videos=tuple(filter(None, videos)),
-    )
-    item = media.item(sample)
+    conditions = (tuple(filter(None, images[:-1])), tuple(filter(None, videos[:-1])))
+    item = media.item(Sample(last.text, None, images[-1], videos[-1], *conditions))
     return {**item, "metadata": request.metadata} if request.metadata else item
 
 
@@ -308,7 +300,7 @@ COMPUTE = body_of({"application/json": ComputeRequest.model_json_schema()})
 async def health(request: Request, reward: str) -> dict[str, str]:
     """Answer 200 once the reward can be computed, so that a trainer that starts too early fails at its start."""
     gateway = gateway_of(request)
-    if not gateway.service.health(gateway.authorized_reward(request, reward).name).ready:
+    if not gateway.health(gateway.authorized_reward(request, reward).name).ready:
         raise NotServing(f"the reward {reward} is not loaded yet: see /ready.")
     return {"status": "ok"}
 
@@ -318,7 +310,7 @@ async def health(request: Request, reward: str) -> dict[str, str]:
 async def compute(request: Request, reward: str | None = None) -> ComputeAnswer:
     """Return `{"rewards": [number] * B}` in order, or `{"error": text}`; all samples are one group."""
     try:
-        body = await parse_as(ComputeRequest, await request.body(), gateway_of(request).settings.limits)
+        body = validated(ComputeRequest, strict_json(await request.body(), gateway_of(request).settings.limits))
         rows, read = range(len(body.prompt)), partial(_sample, body)
         scores = await score_conversations(request, reward, rows, read, noun="sample", group="request")
         return ComputeAnswer(rewards=scores)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from vlmrm.conversation import Conversation
 from vlmrm.formats.openai import read_conversation
@@ -29,40 +29,30 @@ FIXED = (
     *("chat_template", "chat_template_kwargs", "mm_processor_kwargs", "media_io_kwargs", "truncate_prompt_tokens"),
     *("add_generation_prompt", "continue_final_message", "dimensions", "instruction", "max_tokens_per_query"),
 )
+IGNORED = ("user", "request_id", "cache_salt", "truncation_side", "add_special_tokens")
 
 
-class PoolingOptions(BaseModel):
-    """The keys of every route. Unknown ones are refused, as they may be meant to change the score."""
+class PoolingOptions(Strict):
+    """The keys of every route. Unknown ones are refused, as they may be meant to change the score.
 
-    model_config = ConfigDict(extra="forbid")
+    `user`, `request_id`, `cache_salt`, `truncation_side` and `add_special_tokens` are ignored.
+    """
 
     model: str | None = Field(None, description="The name of a reward; may be left out where one is served.")
     use_activation: bool | None = Field(None, description="Default σ of the raw logit; false: the logit itself.")
     activation: bool | None = Field(None, description="The older name of use_activation.")
     priority: int = Field(0, description="Lower is earlier.")
-    user: str | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
-    truncation_side: str | None = None
-    add_special_tokens: bool | None = None
     padding: Literal["do_not_pad"] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
-    media_io_kwargs: dict[str, Any] | None = None
-    truncate_prompt_tokens: int | None = None
-    add_generation_prompt: bool = False
-    continue_final_message: bool = False
-    dimensions: int | None = None
-    instruction: str | None = None
-    max_tokens_per_query: int | None = Field(None, description="0 for no limit.")
 
-    @model_validator(mode="after")
-    def _check_fixed(self) -> PoolingOptions:
+    @model_validator(mode="before")
+    @classmethod
+    def _without_fixed(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
         for name in FIXED:
-            if getattr(self, name):
+            if content.get(name):
                 raise ValueError(f"{name} cannot be chosen here, where scores are the checkpoint's: leave it out")
-        return self
+        return {name: value for name, value in content.items() if name not in (*FIXED, *IGNORED)}
 
     def activated(self, raw: list[float]) -> list[float]:
         """Return raw logits as probabilities, or as they are where the request asks for that."""
@@ -74,10 +64,8 @@ class PoolingOptions(BaseModel):
         return max(-100, min(100, -self.priority))
 
 
-class TextAndImage(BaseModel):
+class TextAndImage(Strict):
     """SGLang's form of a rendered conversation with its image."""
-
-    model_config = ConfigDict(extra="forbid")
 
     text: str
     image: str | None = None
@@ -139,39 +127,14 @@ class ScoreRequest(PoolingOptions):
         return values[0] if isinstance(values[0], list) else [values[0]]
 
 
-class ClassData(BaseModel):
-    index: int
-    label: str = "LABEL_0"
-    probs: list[float]
-    num_classes: int = 1
-
-
-class PoolingData(BaseModel):
-    index: int
-    object: Literal["pooling"] = "pooling"
-    data: list[float] | str
-
-
-class EmbeddingData(BaseModel):
-    index: int
-    object: Literal["embedding"] = "embedding"
-    embedding: list[float] | str
-
-
-class ScoreData(BaseModel):
-    index: int
-    object: Literal["score"] = "score"
-    score: float
-
-
 class ListAnswer(BaseModel):
-    """The answer of every route. Tokens are not counted."""
+    """The answer of every route, whose `data` are objects with the `index` of their input. Tokens are not counted."""
 
     id: str
     object: Literal["list"] = "list"
     created: int
     model: str
-    data: list[ClassData | PoolingData | EmbeddingData | ScoreData]
+    data: list[dict[str, Any]]
     usage: None = None
 
 
@@ -180,42 +143,41 @@ router = APIRouter(route_class=StrictRoute)
 
 @router.post("/classify", response_model=ListAnswer, tags=["vLLM"])
 async def classify(body: ClassifyRequest, request: Request) -> Response:
-    """Return the probability of each conversation's only class."""
-    scores = body.activated(await _scores(body, request))
-    return _answer("classify", body, request, [ClassData(index=n, probs=[score]) for n, score in enumerate(scores)])
+    """Return the probability of each conversation's only class as `{"label", "probs", "num_classes"}`."""
+    data = [{"label": "LABEL_0", "probs": [score], "num_classes": 1} for score in await _scores(body, request)]
+    return _answer("classify", body, request, data)
 
 
 @router.post("/pooling", response_model=ListAnswer, tags=["vLLM"])
 async def pooling(body: PoolingRequest, request: Request) -> Response:
-    """Return a list of one number for each conversation."""
-    scores = body.activated(await _scores(body, request))
-    data = [PoolingData(index=n, data=_encode(body, score)) for n, score in enumerate(scores)]
+    """Return a list of one number for each conversation as its `data`."""
+    data = [{"object": "pooling", "data": _encode(body, score)} for score in await _scores(body, request)]
     return _answer("pool", body, request, data)
 
 
 @router.post("/v1/embeddings", response_model=ListAnswer, tags=["vLLM"])
 async def embeddings(body: PoolingRequest, request: Request) -> Response:
-    """Return an embedding of one dimension for each conversation: its raw logit."""
-    scores = await _scores(body, request)
-    data = [EmbeddingData(index=n, embedding=_encode(body, score)) for n, score in enumerate(scores)]
+    """Return an `embedding` of one dimension for each conversation: its raw logit."""
+    body.use_activation = False
+    data = [{"object": "embedding", "embedding": _encode(body, score)} for score in await _scores(body, request)]
     return _answer("embd", body, request, data)
 
 
 @router.post("/score", response_model=ListAnswer, tags=["vLLM"])
 @router.post("/v1/score", response_model=ListAnswer, tags=["vLLM"])
 async def score(body: ScoreRequest, request: Request) -> Response:
-    """Return the score of each answer to its prompt."""
+    """Return the `score` of each answer to its prompt."""
     raw = await score_conversations(
         request, body.model, body.pairs(), lambda pair: read_answer(*pair), priority=body.importance()
     )
-    data = [ScoreData(index=n, score=score) for n, score in enumerate(body.activated(raw))]
-    return _answer("score", body, request, data)
+    return _answer("score", body, request, [{"object": "score", "score": score} for score in body.activated(raw)])
 
 
 async def _scores(body: ClassifyRequest, request: Request) -> list[float]:
     texts = body.input if isinstance(body.input, list) else [body.input]
     inputs: list[Any] = texts if body.messages is None else [body.messages]
-    return await score_conversations(request, body.model, inputs, _conversation, priority=body.importance())
+    priority = body.importance()
+    return body.activated(await score_conversations(request, body.model, inputs, _conversation, priority=priority))
 
 
 def _conversation(content: str | TextAndImage | list[dict[str, Any]]) -> Conversation:
@@ -233,8 +195,8 @@ def _encode(body: PoolingRequest, score: float) -> list[float] | str:
     return base64.b64encode(np.array([score], "<f4").tobytes()).decode()
 
 
-def _answer(kind: str, body: PoolingOptions, request: Request, data: Any) -> Response:
-    name = gateway_of(request).service.reward(body.model).name
+def _answer(kind: str, body: PoolingOptions, request: Request, data: list[dict[str, Any]]) -> Response:
+    name, data = gateway_of(request).reward(body.model).name, [{"index": n, **one} for n, one in enumerate(data)]
     return json_answer(ListAnswer(id=f"{kind}-{uuid.uuid4().hex}", created=int(time.time()), model=name, data=data))
 
 
@@ -325,7 +287,7 @@ async def rerank(body: RerankRequest, request: Request, reward: str | None = Non
         RerankResult(index=index, relevance_score=scores[index], document=_shown(contents[index]) if shown else None)
         for index in order
     ]
-    served = gateway_of(request).service.reward(name).name
+    served = gateway_of(request).reward(name).name
     return RerankAnswer(id=f"rerank-{uuid.uuid4().hex}", model=served, results=results)
 
 

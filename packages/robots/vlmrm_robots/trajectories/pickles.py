@@ -16,7 +16,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from vlmrm.errors import DataError, first_line
-from vlmrm.unpickling import load_torch
+from vlmrm.files import load_torch
 
 NUMBERS = ("f2", "f4", "f8", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "b1")
 OBJECTS = "O8"  # of the array of no axes in which np.save wraps a dictionary

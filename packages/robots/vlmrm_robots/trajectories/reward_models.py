@@ -28,9 +28,9 @@ from vlmrm.files import require_new_file, write_file
 from vlmrm.measures.intervals import NAN, Estimate, Mean
 from vlmrm.measures.statistics import spearman_within
 from vlmrm.rewards.contract import GroupwiseRewardModel, RewardArguments
-from vlmrm.rewards.items import reward_items
 from vlmrm.rewards.registry import reward_arguments, reward_model_class
 from vlmrm.rewards.reward_set import Models
+from vlmrm.rewards.samples import reward_items
 from vlmrm.scoring import load_scorer
 from vlmrm.scoring.protocol import PrefixScorer, prefixes_of
 from vlmrm_robots.trajectories.importing import import_episodes
