@@ -196,7 +196,7 @@ def test_scores_of_other_rows_or_weights_never_mix(job, tmp_path, tiny_reward_mo
         score_offline(job(colour_pairs(tmp_path / "p", 5)))
 
 
-@pytest.mark.parametrize("options", [{}, {"streaming": True, "num_workers": 2}])
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}])
 def test_ranks_share_all_rows_and_no_row_twice(job, tmp_path, options):
     data = [colour_pairs(tmp_path / "p", 9), colour_lists(tmp_path / "l", 5)]
     alone, shared = job(*data, output="alone"), job(*data, output="shared", **options)

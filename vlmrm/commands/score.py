@@ -35,7 +35,6 @@ def score(
     split: str | None = None,
     image_root: str | None = None,
     columns: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
-    streaming: Annotated[bool, Parameter(negative="")] = False,
     shard_rows: int | None = None,
     batch_rows: int | None = None,
     num_workers: int | None = None,
@@ -59,7 +58,6 @@ def score(
         split: Split of hub data sets and save_to_disk folders. Default: train.
         image_root: Folder of relative image paths. Default: the folder of the file that names them.
         columns: Columns that have other names in the data, as NAME=COLUMN (images=file_name prompt=query).
-        streaming: Read the rows as a stream, without a copy on disk.
         shard_rows: Rows in a shard. Default: 4096.
         batch_rows: Rows read at a time. Default: 32.
         num_workers: Processes that open images ahead of the model. Default: none.
@@ -73,7 +71,6 @@ def score(
         "split": split,
         "image_root": image_root,
         "columns": parse_columns(columns),
-        "streaming": streaming or None,
         "shard_rows": shard_rows,
         "batch_rows": batch_rows,
         "num_workers": num_workers,

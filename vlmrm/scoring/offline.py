@@ -1,4 +1,4 @@
-"""Offline scoring of a table or stream into a folder of parquet shards: resumable, in bounded memory.
+"""Offline scoring of tables into a folder of parquet shards: resumable, in bounded memory.
 
 Each rank scores the shards of its own numbers, without talking to other ranks. A job that was killed is continued on
 any number of processes: shards that are in the folder are not scored again.
@@ -7,25 +7,23 @@ any number of processes: shards that are in the folder are not scored again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.columns import Columns
-from vlmrm.data.comparisons import RowReader, SourceGroup, data_fingerprint, open_groups
-from vlmrm.data.kinds import unreadable
-from vlmrm.data.rows import read_answers, read_or_error
+from vlmrm.data.comparisons import data_fingerprint, index_rows, open_groups, reader_of
+from vlmrm.data.rows import read_answers
 from vlmrm.engine import ScoredRow
-from vlmrm.errors import ConfigError, DataError, VlmrmError
+from vlmrm.errors import ConfigError, VlmrmError
 from vlmrm.files import atomic_write, make_folder, write_json
 from vlmrm.formats import LAYOUTS_TO_SCORE
 from vlmrm.libraries import needs
@@ -34,7 +32,9 @@ from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.scoring.scorer import LocalScorer
 from vlmrm.settings import check_least
 
-READ_AT_ONCE = 64  # rows of a stream
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 # Readers of a folder of parquet files (pandas, datasets, Spark) ignore names that begin with `_` or `.`.
 SETTINGS = "_settings.json"
 SCHEMA = pa.schema(
@@ -57,7 +57,6 @@ class OfflineJob:
     split: str = "train"
     image_root: str | None = None
     columns: Columns | None = None
-    streaming: bool = False
     device: str | None = None
     dtype: str = "auto"
     shard_rows: int = 4096
@@ -72,22 +71,22 @@ class OfflineJob:
     def shards(self) -> Shards:
         return Shards(Path(self.output), self.shard_rows)
 
-    def open_rows(self) -> TableRows | StreamRows:
+    def open_rows(self) -> Dataset:
         reading = DataArguments(image_root=self.image_root, columns=self.columns)
-        return open_rows(self.input, split=self.split, reading=reading, streaming=self.streaming)
+        return open_rows(self.input, split=self.split, reading=reading)
 
     def load_scorer(self) -> LocalScorer:
         return load_local_scorer(
             self.model, device=self.device, dtype=self.dtype, max_tokens_per_batch=self.max_tokens_per_batch
         )
 
-    def settings(self, scorer: LocalScorer, rows: TableRows | StreamRows) -> dict[str, Any]:
+    def settings(self, scorer: LocalScorer, rows: Dataset) -> dict[str, Any]:
         """Return all that a score depends on, to be stored with the scores."""
         return {
             "model": str(self.model),
             "dtype": str(scorer.model.dtype).removeprefix("torch."),
             "weights": scorer.loaded.digest,
-            "data": data_fingerprint([source.path for source, _ in rows.group]),
+            "data": data_fingerprint([source.path for source in reader_of(rows).sources]),
             "split": self.split,
             "image_root": None if self.image_root is None else str(Path(self.image_root).resolve()),
             "columns": self.columns,
@@ -111,125 +110,37 @@ class ShardScoring:
 
     job: OfflineJob
     scorer: LocalScorer
-    rows: TableRows | StreamRows
+    rows: Dataset
 
     def __post_init__(self):
         self.job.shards.check_settings(self.job.settings(self.scorer, self.rows))
 
     def run(self, rank: int, ranks: int) -> int:
         """Write this rank's missing shards and return the number of rows of the input."""
-        shards = self.job.shards
-        if isinstance(self.rows, StreamRows):
-            stream = _Stream(self.rows, shards, rank, ranks)
-            self._write(stream, None, show=rank == 0)
-            return int(stream.count)
-        numbers = [n for n in range(rank, shards.count(len(self.rows)), ranks) if not shards.is_done(n)]
-        self.write(numbers, show=rank == 0)
-        return len(self.rows)
+        shards, count = self.job.shards, len(self.rows)
+        self.write([n for n in range(rank, shards.count(count), ranks) if not shards.is_done(n)], show=rank == 0)
+        return count
 
     def write(self, numbers: Sequence[int], *, show: bool = False) -> None:
-        """Score and write these shards of tables, one after the other; `show` draws a progress bar."""
-        rows: Any = self.rows
-        size = self.job.shard_rows
-        if numbers:
-            indices: Any = np.concatenate([np.arange(n * size, min((n + 1) * size, len(rows))) for n in numbers])
-            self._write(Subset(rows, indices), len(indices), show=show)
-
-    def _write(self, dataset: Any, total: int | None, *, show: bool) -> None:
-        job, shards = self.job, self.job.shards
-        rows = self.scorer.engine.rows(dataset, batch_size=job.batch_rows, num_workers=job.num_workers)
-        rows = progress(rows, "scoring", total, show=show)
-        for number, scored in groupby(rows, key=lambda row: row.index // shards.size):
-            shards.write(number, list(scored))
+        """Score and write these shards, one after the other; `show` draws a progress bar."""
+        if not numbers:
+            return
+        job, size = self.job, self.job.shard_rows
+        indices: Any = np.concatenate([np.arange(n * size, min((n + 1) * size, len(self.rows))) for n in numbers])
+        wanted: Any = Subset(cast("Any", self.rows), indices)
+        rows = self.scorer.engine.rows(wanted, batch_size=job.batch_rows, num_workers=job.num_workers)
+        rows = progress(rows, "scoring", len(indices), show=show)
+        for number, scored in groupby(rows, key=lambda row: row.index // size):
+            job.shards.write(number, list(scored))
 
 
-class _Stream(IterableDataset):
-    """The rows of a stream that belong to this rank's missing shards; `count` is the number of rows read so far."""
-
-    def __init__(self, rows: StreamRows, shards: Shards, rank: int, ranks: int):
-        self.rows, self.shards, self.rank, self.ranks = rows, shards, rank, ranks
-        self.count = torch.zeros((), dtype=torch.long).share_memory_()  # shared: a loader's worker counts
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        current, scored_here = -1, False
-
-        def is_wanted(number: int) -> bool:
-            nonlocal current, scored_here
-            self.count.fill_(number + 1)
-            if (shard := number // self.shards.size) != current:  # one answer for all rows of a shard
-                current, scored_here = shard, shard % self.ranks == self.rank and not self.shards.is_done(shard)
-            return scored_here
-
-        return self.rows.read(is_wanted)
-
-
-def open_rows(
-    paths: Sequence[str], *, split: str = "train", reading: DataArguments | None = None, streaming: bool = False
-) -> TableRows | StreamRows:
+def open_rows(paths: Sequence[str], *, split: str = "train", reading: DataArguments | None = None) -> Dataset:
     """Open files, folders, patterns or hub ids, as `load_sources` does; `reading` says how.
 
-    Tables are read by row number, so that a shard needs none before it; a stream is read from its start.
+    Rows are read by number, so that a shard needs none before it.
     """
     reading = replace(reading or DataArguments(), bad_rows="skip")
-    groups = open_groups(paths, split, reading, streaming, read_answers, LAYOUTS_TO_SCORE)
-    group = [pair for of_path in groups for pair in of_path]
-    if streaming:
-        return StreamRows(group)
-    rows = TableRows(group)
-    if not len(rows):
-        raise DataError(f"there are no rows in {', '.join(source.name for source, _ in group)}")
-    return rows
-
-
-@dataclass
-class TableRows:
-    """Rows of tables, read by number."""
-
-    group: SourceGroup
-    ends: np.ndarray = field(init=False)
-
-    def __post_init__(self):
-        tables: list[Any] = [source.table for source, _ in self.group]
-        self.ends = np.cumsum(list(map(len, tables)))
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """Return `{"index": number in the whole input, "comparison": the answers, or an error}` of each row."""
-        numbers = [int(number) for number in numbers]
-        sources, rules = zip(*self.group, strict=True)
-        which = np.searchsorted(self.ends, numbers, side="right")
-        starts = np.concatenate([[0], self.ends])[which]
-        offsets = [number - int(start) for number, start in zip(numbers, starts, strict=True)]
-        cells = {"index": numbers, "source": which.tolist(), "row": offsets}
-        comparisons = RowReader(sources, rules, read_answers)(cells)["comparison"]
-        pairs = zip(numbers, comparisons, strict=True)
-        return [{"index": number, "comparison": comparison} for number, comparison in pairs]
-
-
-@dataclass
-class StreamRows:
-    """Rows of streams, in order; their number is known at the end."""
-
-    group: SourceGroup
-
-    def read(self, is_wanted: Callable[[int], bool]) -> Iterator[dict[str, Any]]:
-        """Yield the rows for whose number `is_wanted` is true; other rows are not parsed."""
-        number = 0
-        for source, rules in self.group:
-            line = 0
-            try:
-                # Not `for row in table`: in a loader's worker that would split the rows among the workers.
-                for batch in source.table.iter(batch_size=READ_AT_ONCE):
-                    for cells in source.rows(batch):
-                        line += 1
-                        if is_wanted(number):
-                            name = f"{source.name}:{line}"
-                            yield {"index": number, "comparison": read_or_error(cells, name, rules, read_answers)}
-                        number += 1
-            except (ValueError, OSError) as error:  # of parsers; pyarrow's are ValueErrors too
-                raise unreadable(source.path, error) from error
+    return index_rows(open_groups(paths, split, reading, False, read_answers, LAYOUTS_TO_SCORE), read_answers)
 
 
 class Summary(NamedTuple):
@@ -323,8 +234,6 @@ def score_on_ray(job: OfflineJob, workers: int) -> Summary | None:
         import ray.exceptions
     job = _with_absolute_paths(job)
     rows = job.open_rows()
-    if not isinstance(rows, TableRows):
-        raise ConfigError("Ray workers read rows by number, which a stream does not allow: leave out streaming.")
     shards = job.shards
     missing = [{"shard": number} for number in range(shards.count(len(rows))) if not shards.is_done(number)]
     if missing:
