@@ -23,14 +23,6 @@ def rating(number: Any, tag: str, control: str = "stars") -> dict[str, Any]:
     return {"type": "rating", "from_name": control, "to_name": tag, "value": {"rating": number}}
 
 
-def argilla(*raters: dict[str, Any], **fields: str):
-    answers = [{"status": "submitted", "values": {k: {"value": v} for k, v in rater.items()}} for rater in raters]
-    return {
-        "fields": fields or {"prompt": "What?", "response_1": "Eggs.", "response_2": "Soup."},
-        "responses": answers,
-    }
-
-
 REFUSED = {
     "nobody has judged": (label_studio([]), "nobody has judged"),
     "nothing selected": (label_studio([pairwise(None)]), "`selected` is None"),
@@ -40,12 +32,6 @@ REFUSED = {
     "one rating": (label_studio([rating(4, "answer1")]), "its ratings"),
     "a rating that is none": (label_studio([rating(4, "answer1"), rating(None, "answer2")]), "write a number"),
     "no two answers": (label_studio([pairwise("left", "x,y")], prompt="What?", text="Eggs."), "no two answers"),
-    "two rankings": (argilla({name: [{"rank": 1, "value": "response_1"}] for name in "ab"}), "both rank the answers"),
-    "a ranking of other fields": (argilla({"order": [{"rank": 1, "value": "reply"}]}), "not all fields"),
-    "two choices": (argilla({"clear": "response_1", "true": "response_2"}), "which answer is better"),
-    "two ratings of an answer": (argilla({"clear_1": 1, "clear_2": 2, "true_1": 2, "true_2": 1}), "several times"),
-    "a rater of one answer": (argilla({"rating_1": 1, "rating_2": 2}, {"rating_1": 5}), "one answer only"),
-    "a question about something else": (argilla({"data": 1, "verb": 2}), "nobody has submitted"),
 }
 
 
@@ -56,13 +42,6 @@ def test_what_is_not_sure_is_refused(name):
         read_row(row, "r", str)
 
 
-def test_raters_keep_their_own_ratings():
-    """The second rater's are not paired with the first one's."""
-    rated = {
-        "rating_1": [{"user_id": "ann", "value": 5}, {"user_id": "bob", "value": 1}],
-        "rating_2": [{"user_id": "bob", "value": 4}, {"user_id": "ann", "value": 2}],
-    }
-    row = {"fields": {"prompt": "What?", "response_1": "Eggs.", "response_2": "Soup."}, "responses": rated}
-    assert [judgement.values for judgement in read_row(row, "r", str).judgements] == [(5, 2), (1, 4)]
+def test_raters_that_agree_are_one_judgement():
     agreed = label_studio([pairwise("left"), pairwise("left", control="safety")])
     assert read_row(agreed, "r", str).ratings == (1.0, 0.0)

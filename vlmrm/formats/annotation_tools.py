@@ -1,4 +1,4 @@
-"""Label Studio's JSON, Argilla's records, and what single data sets and services have: RLHF-V, POVID, OpenAI's.
+"""Label Studio's JSON, and what single data sets and services have: RLHF-V, POVID, OpenAI's.
 
 A tool's task has its texts and media in one column and what people answered in another. Annotations that were
 cancelled or not submitted are none; several are raters.
@@ -6,10 +6,9 @@ cancelled or not submitted are none; several are raters.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from vlmrm.formats.layout import (
     ParsedRow,
     Row,
     common_turns,
-    first_of,
     image_turn,
     layout,
     prompt_turns,
@@ -131,100 +129,6 @@ def _fields(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise RowError(f"`{name}` must be an object with the texts and media of the task, and is {shorten(value)}")
     return {key: cell for key, cell in value.items() if cell is not None}
-
-
-# Argilla -------------------------------------------------------------------------------------------------------------
-
-
-@layout("Argilla", ["fields", "responses"], optional=["suggestions"], without=["rejected"])
-def argilla(row: Row) -> ParsedRow:
-    fields = _fields(row["fields"], "fields")
-    raters = _raters(row["responses"])
-    rankings = _answered(raters, _is_ranking)
-    if len(rankings) > 1:
-        raise RowError(f"the questions {' and '.join(rankings)} both rank the answers: keep one of them")
-    if rankings:
-        ((name, values),) = rankings.items()
-        return _ranking(fields, name, values)
-    sides = _sides(fields, ())
-    parsed = _task(fields, sides)
-    try:
-        return _answers(parsed, fields, raters, sides)
-    except RowError as error:
-        return replace(parsed, unjudged=error.reason)
-
-
-def _raters(responses: Any) -> list[dict[str, Any]]:
-    """Return the submitted answers of each rater by question, in both versions of Argilla's records."""
-    if not isinstance(responses, Mapping):
-        submitted = [it for it in records(responses, "responses") if it.get("status", "submitted") == "submitted"]
-        answers = [(it.get("values") or {}).items() for it in submitted]
-        return [{question: it.get("value") for question, it in pairs if it is not None} for pairs in answers]
-    by_rater: dict[Any, dict[str, Any]] = {}
-    for question, answers in responses.items():
-        for number, answer in enumerate(answers or []):
-            if answer.get("status", "submitted") == "submitted":
-                by_rater.setdefault(answer.get("user_id", number), {})[question] = answer.get("value")
-    return list(by_rater.values())
-
-
-def _answered(raters: Sequence[Mapping[str, Any]], of_kind: Callable[[Any], bool]) -> dict[str, list[Any]]:
-    """Return the raters' answers by question, for questions with answers of this kind alone."""
-    questions = dict.fromkeys(question for rater in raters for question in rater)
-    answers = {question: [rater[question] for rater in raters if question in rater] for question in questions}
-    return {question: values for question, values in answers.items() if all(map(of_kind, values))}
-
-
-def _is_ranking(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and bool(value)
-        and all(isinstance(item, Mapping) and {"rank", "value"} <= item.keys() for item in value)
-    )
-
-
-def _ranking(fields: Row, question: str, rankings: Sequence[Sequence[Mapping[str, Any]]]) -> ParsedRow:
-    """Return any number of text answers that raters ranked by the names of their fields."""
-    names = sorted({str(item["value"]) for ranking in rankings for item in ranking})
-    if not set(names) <= fields.keys():
-        raise RowError(f"`{question}` ranks {', '.join(names)}, which are not all fields: {', '.join(fields)}")
-    if len(names) == 2:
-        parsed = _task(fields, (names[0], names[1]))
-    else:
-        prompt = first_of(fields, PROMPTS)
-        before = question_turns(fields, fields[prompt] if prompt else None)
-        parsed = with_answers(fields, before, [fields[name] for name in names], [0.0] * len(names))
-        read = {*names, *MEDIA, "system", prompt}
-        parsed = replace(parsed, unread={name: value for name, value in fields.items() if name not in read})
-    verdicts = []
-    for ranking in rankings:
-        ranks = {item["value"]: item["rank"] for item in ranking}
-        if set(ranks) != set(names) or not all(isinstance(rank, int) for rank in ranks.values()):
-            return replace(parsed, unjudged=f"a rater of `{question}` left out an answer")
-        verdicts.append([float(-ranks[name]) for name in names])
-    return with_raters(parsed, verdicts)
-
-
-def _answers(parsed: ParsedRow, fields: Row, raters: Sequence[Mapping[str, Any]], sides: Sides) -> ParsedRow:
-    """Return two answers with what raters said of them: a word for the better, or a rating for each."""
-    verdicts = {}
-    for name, values in _answered(raters, lambda value: isinstance(value, str)).items():
-        with contextlib.suppress(RowError):  # a question about something else
-            verdicts[name] = [read_word(fields, name, value, sides) for value in values]
-    if len(verdicts) > 1:
-        raise RowError(f"the questions {' and '.join(verdicts)} both say which answer is better")
-    if verdicts:
-        return with_raters(parsed, next(iter(verdicts.values())))
-    rated = [(name, _meant(name, sides)) for name in _answered(raters, lambda value: isinstance(value, (int, float)))]
-    questions = {side: [name for name, meant in rated if meant == side] for side in sides}
-    first, second = (questions[side] for side in sides)
-    if len(first) > 1 or len(second) > 1:
-        raise RowError(f"the questions {' and '.join(first + second)} rate the answers several times")
-    if not first or not second:
-        raise RowError("nobody has submitted a ranking, a rating of both answers or a choice between them")
-    if not all(first[0] in rater and second[0] in rater for rater in raters):
-        raise RowError("a rater has rated one answer only")
-    return with_raters(replace(parsed, kind="rating"), [(rater[first[0]], rater[second[0]]) for rater in raters])
 
 
 @layout("RLHF-V", ["text"], one_of=["image", "images"], optional=["system"])
