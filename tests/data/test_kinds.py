@@ -8,7 +8,6 @@ import io
 import json
 import re
 import sys
-import tarfile
 from pathlib import Path
 
 import datasets
@@ -46,16 +45,6 @@ def as_arrow(writer) -> bytes:
     return target.getvalue().to_pybytes()
 
 
-def as_tar(files: dict[str, bytes]) -> bytes:
-    target = io.BytesIO()
-    with tarfile.open(fileobj=target, mode="w") as archive:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            archive.addfile(entry, io.BytesIO(content))
-    return target.getvalue()
-
-
 def as_feather() -> bytes:
     target = io.BytesIO()
     feather.write_feather(pa.Table.from_pylist(ROWS), target, compression="lz4")
@@ -77,7 +66,6 @@ KINDS = {
     "rows.arrow": as_arrow(pa.ipc.new_file),
     "stream.arrow": as_arrow(pa.ipc.new_stream),
     "rows.feather": as_feather(),
-    "rows.tar": as_tar({f"a/{i}.json": json.dumps(row).encode() for i, row in enumerate(ROWS)}),
 }
 
 
@@ -109,38 +97,6 @@ def test_compressed_files_keep_their_media_and_line_numbers(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(LINES)[:-20])
     with pytest.raises(DataError, match=r"cut\.jsonl\.gz cannot be decompressed"):
         load(tmp_path / "cut.jsonl.gz")
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_archive_files_of_one_name_form_one_row(streaming, tmp_path):
-    text = json.dumps({"chosen": "A cat.", "rejected": "A dog."}).encode()
-    drawn = {"1.prompt.txt": b"a cat", "1.chosen_image.png": png(), "1.rejected_image.png": png("blue")}
-    archives = {
-        "asked.tar": ({"1.jpg": png(), "1.json": text, "1.prompt.txt": b"What?"}, [png()]),
-        "several.tar": ({"1.0.png": png(), "1.1.png": png("blue"), "1.json": text}, [png(), png("blue")]),
-        "drawn.tar": (drawn, []),
-    }
-    for name, (files, images) in archives.items():
-        (tmp_path / name).write_bytes(as_tar({"readme": b"", **files}))
-        [row] = load(tmp_path / name, streaming)
-        assert references(row.prompt) == images
-    assert [references(answer) for answer in row.answers] == [[png()], [png("blue")]]
-
-
-def test_an_archive_without_readable_rows_is_named(tmp_path):
-    faults = {
-        "json.tar": ({"1.json": b"{"}, r"json\.tar: 1\.json is not valid json"),
-        "list.tar": ({"1.json": b"[]"}, r"list\.tar: 1\.json holds no object"),
-        "twice.tar": ({"1.json": b'{"prompt": "a"}', "1.prompt.txt": b"b"}, r"a second `prompt`"),
-        "caption.tar": ({"1.json": b'{"chosen": "a", "rejected": "b"}', "1.txt": b"c"}, r"columns prompt=text"),
-    }
-    for name, (files, message) in faults.items():
-        (tmp_path / name).write_bytes(as_tar(files))
-        with pytest.raises(DataError, match=message):
-            load(tmp_path / name)
-    (tmp_path / "torn.tar").write_bytes(b"no archive" * 99)
-    with pytest.raises(DataError, match=r"torn\.tar cannot be read"):
-        load(tmp_path / "torn.tar")
 
 
 def test_an_excel_file_is_read_or_needs_openpyxl(tmp_path, monkeypatch, caplog):

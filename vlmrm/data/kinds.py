@@ -1,4 +1,4 @@
-"""Kinds of data files: parquet, arrow, json(l), csv, tsv, xlsx and webdataset tar, compressed texts among them.
+"""Kinds of data files: parquet, arrow, json(l), csv, tsv and xlsx, compressed texts among them.
 
 Each is opened by `datasets` without being read into memory, and an error about its content names the line.
 """
@@ -10,19 +10,15 @@ import glob
 import json
 import logging
 import os
-import re
-import tarfile
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from zipfile import BadZipFile
 
 from vlmrm.data.columns import MALFORMED
-from vlmrm.data.media import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from vlmrm.errors import ConfigError, DataError, first_line
 from vlmrm.files import atomic_write, make_folder
 from vlmrm.libraries import missing
@@ -35,11 +31,11 @@ logger = logging.getLogger("vlmrm")
 KINDS = {
     **{".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"},
     **{".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv"},
-    **{".xlsx": "xlsx", ".tar": "webdataset"},
+    ".xlsx": "xlsx",
 }
 TEXTS = ("json", "csv")
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # of texts; by pyarrow's names
-KIND_NAMES = "parquet, arrow, json, jsonl, csv, tsv, xlsx or webdataset tar (texts also as .gz or .zst)"
+KIND_NAMES = "parquet, arrow, json, jsonl, csv, tsv or xlsx (texts also as .gz or .zst)"
 LINES = (".jsonl", ".ndjson")  # one object per line, so a malformed line does not affect the next
 SEPARATORS = ",;\t|"
 BLOCK = 1 << 20
@@ -77,14 +73,9 @@ def open_file(path: str, streaming: bool, bad_rows: str) -> Dataset | IterableDa
         return IterableDataset.from_generator(_read_lines, gen_kwargs={"files": [plain]})
     options: Any = {"sep": _separator(plain, path)} if kind == "csv" else {}
     try:
-        if kind == "webdataset":
-            make = IterableDataset.from_generator if streaming else Dataset.from_generator
-            return make(_read_tar, gen_kwargs={"path": path, "state": _state(path)})
         opened: Any = load_dataset(kind, data_files=glob.escape(plain), split="train", streaming=streaming, **options)
         return opened
     except (DatasetGenerationError, ValueError, OSError) as error:
-        if isinstance(error.__cause__, DataError):
-            raise error.__cause__ from None
         if "corresponds to no data" in str(error):
             raise DataError(f"{path} is empty: it has no rows") from error
         if not by_line:
@@ -114,18 +105,15 @@ def _cached(path: str, folder: str, suffix: str, write: Callable[[Path], None]) 
     """Return a file in the cache of `datasets` that `write` makes from the file at `path`, anew when that changes."""
     from datasets import config
 
-    name = blake2b(_state(path).encode(), digest_size=16).hexdigest()
+    status = os.stat(path)
+    state = f"{os.path.realpath(path)}:{status.st_mtime_ns}:{status.st_size}"
+    name = blake2b(state.encode(), digest_size=16).hexdigest()
     copy = Path(config.HF_DATASETS_CACHE) / f"vlmrm_{folder}" / f"{name}{suffix}"
     if not copy.exists():
         make_folder(copy.parent)
         with atomic_write(copy) as temporary:
             write(temporary)
     return copy
-
-
-def _state(path: str) -> str:
-    status = os.stat(path)
-    return f"{os.path.realpath(path)}:{status.st_mtime_ns}:{status.st_size}"
 
 
 def _separator(plain: str, path: str) -> str:
@@ -137,50 +125,6 @@ def _separator(plain: str, path: str) -> str:
     if best != {".tsv": "\t"}.get(Path(plain).suffix.lower(), ","):
         logger.warning("%s: its columns are separated by %r", path, best)
     return best
-
-
-# Archives and sheets -------------------------------------------------------------------------------------------------
-
-MEMBER = re.compile(r"((?:.*/)?[^./]+)\.(?:(.+)\.)?([^./]+)")  # of an archive: the row, its column, the suffix
-
-
-def _read_tar(path: str, state: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a webdataset archive: the files of one name up to its first dot.
-
-    `7.json` has the columns of row 7; `7.jpg` and `7.0.jpg` are its `images`, `7.chosen_image.jpg` the column
-    `chosen_image`; of text files `7.txt` is the column `text`, `7.prompt.txt` the column `prompt`. By its `state` a
-    changed file is no longer the one in the cache of `datasets`.
-    """
-    try:
-        with tarfile.open(path) as archive:
-            named = ((MEMBER.fullmatch(member.name), member) for member in archive if member.isfile())
-            for _, files in groupby(((match, it) for match, it in named if match), key=lambda file: file[0][1]):
-                row: dict[str, Any] = {}
-                for match, member in files:
-                    file: Any = archive.extractfile(member)
-                    column, suffix = (match[2] or "").lower(), match[3].lower()
-                    _add_member(row, column, suffix, file.read(), f"{path}: {member.name}")
-                yield row
-    except tarfile.TarError as error:
-        raise DataError(f"{path} cannot be read as a tar archive ({error}): fetch it again") from error
-
-
-def _add_member(row: dict[str, Any], column: str, suffix: str, content: bytes, where: str) -> None:
-    """Add a file of an archive to its row."""
-    column = "" if column.isdecimal() else column
-    if f".{suffix}" in (*IMAGE_SUFFIXES, *VIDEO_SUFFIXES) and not column:
-        row.setdefault("images" if f".{suffix}" in IMAGE_SUFFIXES else "videos", []).append(content)
-        return
-    try:
-        value = json.loads(content) if suffix in ("json", "cls") else content.decode() if suffix == "txt" else content
-    except ValueError as error:
-        raise DataError(f"{where} is not valid {suffix} ({error})") from error
-    new = value if suffix == "json" and not column else {column or {"txt": "text"}.get(suffix, suffix): value}
-    if not isinstance(new, dict):
-        raise DataError(f"{where} holds no object: write the columns of its row as one")
-    if both := sorted(new.keys() & row.keys()):
-        raise DataError(f"{where} gives its row a second `{both[0]}`: keep one of them")
-    row |= new
 
 
 def _read_xlsx(path: str) -> Any:

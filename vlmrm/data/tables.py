@@ -189,8 +189,8 @@ def _open_folder(path: str, split: str, streaming: bool, bad_rows: str) -> list[
 
 
 def _tables_among(folder: str, files: list[str]) -> list[str]:
-    """Return the tables of a folder; beside tables, an archive or a sheet is probably something else."""
-    tables = [file for file in files if kind_of(file) not in (None, "webdataset", "xlsx")]
+    """Return the tables of a folder; beside tables, a sheet is probably something else."""
+    tables = [file for file in files if kind_of(file) not in (None, "xlsx")]
     if tables and len(tables) < len(files):
         names = sorted(os.path.basename(file) for file in files if file not in tables)
         logger.warning("%s: not read beside its tables: %s", folder, ", ".join(names))
