@@ -269,18 +269,17 @@ def record(name: str, *, checkout: Path, output: Path = Path()) -> None:
 
 @app.command
 @needs("local", "exporting")
-def export(*, model: str, output: Path, base_model: str | None = None, push_to_hub: str | None = None) -> None:
+def export(*, model: str, output: Path, base_model: str | None = None) -> None:
     """Write a reward model for vLLM and transformers, adapters merged; its README.md tells how to serve it.
 
     Args:
         model: A trained checkpoint with a linear head.
         output: Folder of the exported model.
         base_model: Current path of an adapter's base model.
-        push_to_hub: Also upload it to this repository of the hub, created as private if it does not exist.
     """
     from vlmrm.export import export
 
-    say(f"exported {model} to {export(model, output, base_model_path=base_model, push_to_hub=push_to_hub)}")
+    say(f"exported {model} to {export(model, output, base_model_path=base_model)}")
 
 
 @app.command

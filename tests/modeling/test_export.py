@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from tests.modeling.samples import save_adapter
-from vlmrm import cli, load_scorer
+from vlmrm import load_scorer
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.export import export
 from vlmrm.modeling import load_for_training, load_processor, make_tiny, save_reward_files, write_complete
@@ -129,24 +129,3 @@ def test_an_mlp_head_or_filled_folder_is_refused(tiny_checkpoint, tiny_reward_mo
     for taken in ("mlp", "file"):
         with pytest.raises(ConfigError, match=f"{taken} is not empty: name a new folder"):
             export(tiny_reward_model, tmp_path / taken)
-
-
-class FakeHub:
-    """Keeps the names of the files that are uploaded to it."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, set[str]] = {}
-
-    def create_repo(self, repository, *, private, exist_ok):
-        assert private and exist_ok
-
-    def upload_folder(self, *, repo_id, folder_path, commit_message):
-        self.files[repo_id] = {path.name for path in Path(folder_path).iterdir()}
-
-
-def test_the_command_pushes_the_whole_folder(tiny_reward_model, tmp_path, monkeypatch):
-    hub = FakeHub()
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: hub)
-    words = ["export", "--model", str(tiny_reward_model), "--output", str(tmp_path / "o"), "--push-to-hub", "me/it"]
-    cli.app(words, exit_on_error=False, result_action="return_value")
-    assert {"COMPLETE.json", "README.md", "config.json", "model.safetensors"} <= hub.files["me/it"]

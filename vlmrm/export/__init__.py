@@ -20,7 +20,7 @@ from PIL import Image
 
 from vlmrm.batching import ComparisonCollator
 from vlmrm.engine import Engine
-from vlmrm.errors import CheckpointError, ConfigError, RowError, first_line
+from vlmrm.errors import CheckpointError, RowError
 from vlmrm.files import require_new_folder
 from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling import batcher_for, sequence_limit
@@ -36,18 +36,10 @@ logger = logging.getLogger("vlmrm")
 CODE = "modeling_reward.py"
 
 
-def export(
-    model: str | Path,
-    output_folder: str | Path,
-    *,
-    base_model_path: str | Path | None = None,
-    push_to_hub: str | None = None,
-) -> Path:
+def export(model: str | Path, output_folder: str | Path, *, base_model_path: str | Path | None = None) -> Path:
     """Write a reward model, an adapter merged, with all files that others need to serve it; return the folder.
 
-    Args:
-        base_model_path: the base of an adapter, where it has moved.
-        push_to_hub: a repository to upload the folder to; created as private if it does not exist.
+    `base_model_path` is the base of an adapter, where it has moved.
     """
     output_folder = Path(output_folder)
     require_new_folder(output_folder, "the exported model")
@@ -81,8 +73,6 @@ def export(
     write_full(
         output_folder, reward, processor, info | {"pinned": [pinned], "provenance": provenance}, step=step, texts=texts
     )
-    if push_to_hub is not None:
-        _push(output_folder, push_to_hub)
     return output_folder
 
 
@@ -129,35 +119,17 @@ def _code(name: str) -> str:
 
 def _readme(title: str, info: dict[str, Any], pinned: dict[str, Any]) -> str:
     base = info.get("provenance", {}).get("base_model")
-    return (
-        _templates()
-        .get_template("readme.md.jinja")
-        .render(
-            title=title,
-            base_model=None if base is None or Path(base).exists() else base,
-            mean=info.get("reward_mean"),
-            std=info.get("reward_std"),
-            code=CODE,
-            score=pinned["score"],
-            dtype=pinned["dtype"],
-        )
+    template = _templates().get_template("readme.md.jinja")
+    return template.render(
+        title=title,
+        base_model=None if base is None or Path(base).exists() else base,
+        mean=info.get("reward_mean"),
+        std=info.get("reward_std"),
+        code=CODE,
+        score=pinned["score"],
+        dtype=pinned["dtype"],
     )
 
 
 def _templates() -> Environment:
     return Environment(loader=PackageLoader("vlmrm.export", "."), trim_blocks=True, keep_trailing_newline=True)
-
-
-def _push(folder: Path, repository: str) -> None:
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    api = HfApi()
-    try:
-        api.create_repo(repository, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export a reward model")
-    except (HfHubHTTPError, OSError) as error:
-        raise ConfigError(
-            f"{folder} is written, but {repository} cannot be uploaded to ({first_line(error)}): log in "
-            f"with `hf auth login`, then `hf upload {repository} {folder}`."
-        ) from error

@@ -81,7 +81,7 @@ def check_required(run: RunArguments) -> Iterator[str]:
     if "wandb" in args.report_to and not args.process_index:
         check_wandb()
     if args.push_to_hub:
-        raise ConfigError("push_to_hub does not work here: upload the trained model with vlmrm export --push_to_hub.")
+        raise ConfigError("push_to_hub does not work here: upload what vlmrm export writes with hf upload.")
     check_optimizer(args, run.written)
     if run.model.load_in_4bit:
         from vlmrm.modeling.adapters import quantization_config
