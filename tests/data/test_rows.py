@@ -219,24 +219,6 @@ def test_an_unknown_layout_names_columns_the_nearest_needs():
             detect_layout(columns)
 
 
-MEANT = {
-    "Chosen, Rejected, Prompt": ("chosen / rejected", "{chosen: Chosen, rejected: Rejected}"),
-    "messages, rejected_respons": ("ms-swift", "{rejected_response: rejected_respons}"),
-    "prompt, responses, score": ("ranked list", None),  # one score is not a list of them
-    "prompt, respose_a, response_b, winner": ("two answers and a verdict", "{response_a: respose_a}"),
-}
-
-
-@pytest.mark.parametrize("columns", MEANT)
-def test_a_typo_points_to_the_layout_meant(columns):
-    layout, mapping = MEANT[columns]
-    with pytest.raises(DataError) as caught:
-        detect_layout(columns.split(", "))
-    assert f"the nearest is `{layout}`, which also needs" in str(caught.value)
-    assert (f"`columns: {mapping}` says what is what" if mapping else "(docs/") in str(caught.value)
-    assert mapping or "columns: {" not in str(caught.value)
-
-
 @pytest.mark.parametrize(("name", "value", "meant"), [("promt", "What?", "prompt"), ("margn", 3.0, "margin")])
 def test_a_nearly_matching_column_name_is_refused(name, value, meant):
     with pytest.raises(RowError, match=f"`{name}` is not read: .* --columns {meant}={name}"):

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.formats import annotation_tools, preferences, ratings, rollouts, verdicts
 from vlmrm.formats.layout import MEDIA, Layout
-from vlmrm.settings import nearest
 
 # The first match reads the row, so the specific layouts come before the general ones.
 LAYOUTS: list[Layout] = [
@@ -48,35 +47,21 @@ def detect_layout(columns: Iterable[str], layouts: Sequence[Layout] = LAYOUTS) -
 ONE_ANSWER = frozenset(["response", "answer", "completion", "output", "image", "video", "video link", "filename"])
 RATING = ("rating", "score", "rank", "quality", "helpfulness", "correctness", "alignment", "label")
 PROMPTS = MEDIA | {"prompt", "question", "instruction"}  # which say nothing about the layout
-SIMILAR = 0.8  # of a column's name to the one that is needed
 
 
 def _hint(names: frozenset[str], layouts: Sequence[Layout]) -> str:
     """Return the end of the error about columns that no layout has: the nearest layout, and what it lacks."""
 
-    def nearness(layout: Layout) -> tuple[float, int, int]:
-        typos = _typos(layout, names)
-        present = layout.needed(names.union(typos)) & names.union(typos)
-        share = len(present) / len(layout.needed(names.union(typos))) if present - PROMPTS else 0.0
-        return (0.0 if layout.without & names else share), -len(typos), len(layout.columns() & names)
+    def nearness(layout: Layout) -> tuple[float, int]:
+        needed = layout.needed(names)
+        share = len(needed & names) / len(needed) if needed & names - PROMPTS and not layout.without & names else 0.0
+        return share, len(layout.columns() & names)
 
     layout = max(layouts, key=nearness)
-    share, *_ = nearness(layout)
-    if share < 1 and ONE_ANSWER & names and any(name.lower().endswith(RATING) for name in names):
+    if ONE_ANSWER & names and any(name.lower().endswith(RATING) for name in names):
         return ratings.ONE_ANSWER
-    if share < 0.5:
+    if nearness(layout)[0] < 0.5:
         to_score = rollouts.prompt_response in layouts
         such = "`prompt` and `response`" if to_score else "`prompt`, `chosen` and `rejected`"
         return f"rename them to those of one, such as {such}"
-    typos = _typos(layout, names)
-    lacks = layout.missing(names.union(typos)) or layout.missing(names)
-    hint = f"the nearest is `{layout.name}`, which also needs {lacks}"
-    listed = ", ".join(f"{name}: {column}" for name, column in sorted(typos.items()))
-    return f"{hint}; `columns: {{{listed}}}` says what is what" if typos else hint
-
-
-def _typos(layout: Layout, names: frozenset[str]) -> dict[str, str]:
-    """Return columns that are probably meant as those that a layout lacks, by the names of these."""
-    lacking = layout.required.union(*(names for group in layout.groups for names in group)) - names
-    near = {name: nearest(name, sorted(lacking), SIMILAR) for name in sorted(names - layout.columns())}
-    return {column: name for name, column in near.items() if column not in (None, f"{name}s")}  # one score is no list
+    return f"the nearest is `{layout.name}`, which also needs {layout.missing(names)}"
