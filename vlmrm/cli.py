@@ -37,7 +37,7 @@ EXAMPLES_OF_VERBS = (
     "init my_pairs.jsonl --model Qwen/Qwen2.5-VL-3B-Instruct --output my_config.yaml",
     "init my_pairs.csv --columns images=photo prompt=query",
     "init-tiny outputs/tiny --arch qwen3_vl",
-    "convert my_columns.jsonl my_lists.jsonl --output all.parquet --columns images=photo prompt=query --embed",
+    "convert my_columns.jsonl my_lists.jsonl --output all.jsonl --columns images=photo prompt=query",
     "split my_pairs.jsonl --output parts --fraction 0.2",
     "report results/mine.csv --output results/report",
     "leaderboard results/all results/yesterday.csv --output outputs/leaderboard",

@@ -14,11 +14,10 @@ from PIL import Image
 
 from tests.conversations import references
 from vlmrm import cli
-from vlmrm.conversation import Comparison, media_of
+from vlmrm.conversation import Comparison
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.canonical import canonical
 from vlmrm.data.comparisons import load_comparisons, load_train_and_eval
-from vlmrm.data.media import encoded_media
 from vlmrm.evaluation.leakage import leakage
 
 USER, GOOD, BAD = (
@@ -86,28 +85,11 @@ def run(*words: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("output", ["out.jsonl", "sub/out.parquet"])
-def test_a_converted_layout_reads_as_the_same_comparisons(name, output, here):
+def test_a_converted_layout_reads_as_the_same_comparisons(name, here):
     path = write("rows.jsonl", LAYOUTS[name])
-    run("convert", path, "--output", output)
-    before, after = ([canonical(row) for row in load(file)] for file in (path, output))
+    run("convert", path, "--output", "sub/out.jsonl")
+    before, after = ([canonical(row) for row in load(file)] for file in (path, "sub/out.jsonl"))
     assert after == before
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_embedded_media_are_the_files(name, here):
-    path = write("rows.jsonl", LAYOUTS[name])
-    run("convert", path, "--output", "out.parquet", "--embed")
-
-    def media(rows):
-        parts = [part for row in rows for talk in row.conversations() for part in media_of(talk.messages)]
-        every = [it.reference if isinstance(it.reference, tuple) else (it.reference,) for it in parts]
-        return [[encoded_media(reference, "image") for reference in frames] for frames in every]
-
-    before, after = ([canonical(row) for row in load(file)] for file in (path, "out.parquet"))
-    assert media(after) == media(before)
-    assert all(isinstance(it, bytes) for row in after for it in references(row.prompt) if not isinstance(it, tuple))
-    assert [(row.id, row.judgements) for row in after] == [(row.id, row.judgements) for row in before]
 
 
 def test_conversion_keeps_which_answer_came_first(here, capsys):
@@ -128,10 +110,6 @@ def test_all_layouts_fit_into_one_file(here):
     paths = [write(f"{number}.jsonl", rows) for number, rows in enumerate(LAYOUTS.values())]
     run("convert", *paths, "--output", "all.jsonl")
     assert [canonical(row) for row in load("all.jsonl")] == [canonical(row) for row in load(*paths)]
-    # A table has one type in a column.
-    images = [path for path, name in zip(paths, LAYOUTS, strict=True) if name not in ("videos", "frames")]
-    run("convert", *images, "--output", "all.parquet")
-    assert [canonical(row) for row in load("all.parquet")] == [canonical(row) for row in load(*images)]
 
 
 def test_embedded_images_survive_in_a_text_file(here):
@@ -140,8 +118,6 @@ def test_embedded_images_survive_in_a_text_file(here):
     run("convert", "rows.parquet", "--output", "out.jsonl")
     [reference] = references(load("out.jsonl")[0].prompt)
     assert reference == "data:image/png;base64," + base64.b64encode(png(1)).decode()
-    run("convert", "out.jsonl", "--output", "again.parquet", "--embed")
-    assert references(load("again.parquet")[0].prompt) == [png(1)]
 
 
 def test_paths_below_the_output_are_relative(here):
@@ -149,19 +125,19 @@ def test_paths_below_the_output_are_relative(here):
     Path("data/near.png").write_bytes(png(1))
     path = write("rows.jsonl", [{**PAIR, "images": ["data/near.png", "a.png"]}])
     run("convert", path, "--output", "data/out.jsonl")
-    assert json.loads(Path("data/out.jsonl").read_text())["images"] == ["near.png", str(here / "a.png")]
+    [asked] = json.loads(Path("data/out.jsonl").read_text())["prompt"]
+    near, far, _ = asked["content"]
+    assert (near["image"], far["image"]) == ("near.png", str(here / "a.png"))
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ("convert rows.jsonl --output rows.jsonl", "rows.jsonl exists already"),
-        ("convert rows.jsonl --output out.csv", "name a .parquet or .jsonl file"),
-        ("convert rows.jsonl --output out.jsonl --embed", "name a .parquet file"),
+        ("convert rows.jsonl --output out.csv", "name a .jsonl file"),
         ("convert --output out.jsonl", "nothing to read"),
         ("convert bad.jsonl --output out.jsonl", "row bad.jsonl:2: the answers are the same"),
         ("convert same.jsonl --output out.jsonl --bad-rows skip", "none of 1 row can be read"),
-        ("convert lost.jsonl --output out.parquet --embed", "row lost.jsonl:1: "),
         ("split rows.jsonl --output parts --fraction 2", "--fraction is 2.0"),
         ("split rows.jsonl --output parts", "no rows for evaluation"),
     ],
@@ -171,7 +147,6 @@ def test_a_mistake_costs_one_sentence_and_no_file(words, message, here, capsys):
     same = {**PAIR, "rejected": PAIR["chosen"]}
     write("bad.jsonl", [PAIR, same])
     write("same.jsonl", [same])
-    write("lost.jsonl", [{**PAIR, "image": "lost.png"}])
     before = {path: path.read_bytes() for path in here.iterdir() if path.is_file()}
     with pytest.raises(SystemExit):
         run(*words.split())

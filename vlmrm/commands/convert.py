@@ -44,23 +44,20 @@ READING = Reading()
 
 
 @needs("train", "reading data sets")
-def convert(
-    *data: str, output: Path, embed: Annotated[bool, Parameter(negative="")] = False, reading: Reading = READING
-) -> None:
+def convert(*data: str, output: Path, reading: Reading = READING) -> None:
     """Write preferences of any layout in one form: prompt, chosen and rejected, or responses and scores.
 
     Args:
         data: Files, folders, patterns or hub ids of preferences.
-        output: The new file, .parquet or .jsonl.
-        embed: Put the images and videos themselves into the .parquet file, instead of their paths.
+        output: The new file, .jsonl.
     """
     from vlmrm.data.canonical import check_output, write_comparisons
     from vlmrm.data.comparisons import iterate_readable
 
     require_new_file(output)
-    check_output(output, embed)
+    check_output(output)
     rows, left_out = _read(data, reading)
-    count = write_comparisons(partial(iterate_readable, rows), output, embed=embed)
+    count = write_comparisons(partial(iterate_readable, rows), output)
     say(f"wrote {counted(count, 'row')} to {output}{left_out}")
 
 
