@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 
 import vlmrm
 from vlmrm.commands import epilogue, give_examples
-from vlmrm.commands.convert import convert, split
+from vlmrm.commands.convert import convert
 from vlmrm.commands.evaluation import Words, card, evaluate, leaderboard, leakage, report, rulers
 from vlmrm.commands.score import score
 from vlmrm.commands.serve import app as serving
@@ -38,7 +38,6 @@ EXAMPLES_OF_VERBS = (
     "init my_pairs.csv --columns images=photo prompt=query",
     "init-tiny outputs/tiny --arch qwen3_vl",
     "convert my_columns.jsonl my_lists.jsonl --output all.jsonl --columns images=photo prompt=query",
-    "split my_pairs.jsonl --output parts --fraction 0.2",
     "report results/mine.csv --output results/report",
     "leaderboard results/all results/yesterday.csv --output outputs/leaderboard",
     "card outputs/mine/checkpoint-500 results/mine.csv --data me/my_pairs",
@@ -88,7 +87,6 @@ rewards = App(name="rewards", help="Rewards for reinforcement learning.")
 app.command(rewards)
 
 app.command(convert)
-app.command(split)
 app.command(score)
 app.command(report)
 app.command(leaderboard)

@@ -1,4 +1,4 @@
-"""Data of any layout, converted, are the same comparisons; split, they share no prompt and no picture."""
+"""Data of any layout, converted, are the same comparisons."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from vlmrm import cli
 from vlmrm.conversation import Comparison
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.canonical import canonical
-from vlmrm.data.comparisons import load_comparisons, load_train_and_eval
-from vlmrm.evaluation.leakage import leakage
+from vlmrm.data.comparisons import load_comparisons
 
 USER, GOOD, BAD = (
     {"role": "user", "content": "What is this?"},
@@ -138,8 +137,6 @@ def test_paths_below_the_output_are_relative(here):
         ("convert --output out.jsonl", "nothing to read"),
         ("convert bad.jsonl --output out.jsonl", "row bad.jsonl:2: the answers are the same"),
         ("convert same.jsonl --output out.jsonl --bad-rows skip", "none of 1 row can be read"),
-        ("split rows.jsonl --output parts --fraction 2", "--fraction is 2.0"),
-        ("split rows.jsonl --output parts", "no rows for evaluation"),
     ],
 )
 def test_a_mistake_costs_one_sentence_and_no_file(words, message, here, capsys):
@@ -153,36 +150,3 @@ def test_a_mistake_costs_one_sentence_and_no_file(words, message, here, capsys):
     captured = capsys.readouterr().err.strip().splitlines()[-1]
     assert captured.startswith("error: ") and message in captured
     assert {path: path.read_bytes() for path in here.iterdir() if path.is_file()} == before
-
-
-def test_a_split_equals_eval_fraction_except_lookalike_images(here, capsys):
-    rows = [{**PAIR, "prompt": f"q{number % 30}", "margin": number / 10} for number in range(60)]
-    path = write("rows.jsonl", rows)
-    run("split", path, "--output", "parts", "--fraction", "0.3", "--seed", "4")
-    train, held_out = load_train_and_eval(DataArguments(dataset_path=[path], eval_fraction=0.3, split_seed=4))
-    assert load("parts/train.jsonl") == [row["comparison"] for row in train]
-    assert load("parts/held_out.jsonl") == [row["comparison"] for row in held_out]
-    assert "held_out.jsonl: " in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        run("split", path, "--output", "parts")
-    assert "parts/train.jsonl exists already" in capsys.readouterr().err
-
-
-def test_near_duplicates_are_on_one_side(here, capsys):
-    rows = []
-    for number in range(20):
-        image = Image.open(io.BytesIO(png(number)))
-        image.save(f"{number}.png")
-        image.save(f"{number}.jpg", quality=70)
-        rows += [{**PAIR, "prompt": f"{number}{suffix}", "image": f"{number}.{suffix}"} for suffix in ("png", "jpg")]
-    path = write("rows.jsonl", rows)
-    train, held_out = load_train_and_eval(DataArguments(dataset_path=[path], eval_fraction=0.4))
-
-    def leaks(train, held_out) -> int:
-        return len(leakage(train, held_out).leaked)
-
-    assert leaks([row["comparison"] for row in train], [row["comparison"] for row in held_out])
-    run("split", path, "--output", "parts", "--fraction", "0.4")
-    assert not leaks(load("parts/train.jsonl"), load("parts/held_out.jsonl"))
-    assert len(load("parts/train.jsonl", "parts/held_out.jsonl")) == 40
-    assert int(capsys.readouterr().out.splitlines()[-1].split()[0]) > 0, "rows that their image has moved"

@@ -1,4 +1,4 @@
-"""`vlmrm convert` and `split`: data of any layout in the canonical form. Heavy imports happen inside."""
+"""`vlmrm convert`: data of any layout in the canonical form. Heavy imports happen inside."""
 
 from __future__ import annotations
 
@@ -59,42 +59,6 @@ def convert(*data: str, output: Path, reading: Reading = READING) -> None:
     rows, left_out = _read(data, reading)
     count = write_comparisons(partial(iterate_readable, rows), output)
     say(f"wrote {counted(count, 'row')} to {output}{left_out}")
-
-
-@needs("train", "reading data sets")
-def split(*data: str, output: Path, fraction: float = 0.1, seed: int = 0, reading: Reading = READING) -> None:
-    """Write a training and a held-out file by prompt; rows of images that look alike are in one of them.
-
-    Args:
-        data: Files, folders, patterns or hub ids of preferences.
-        output: Folder of train.jsonl and held_out.jsonl.
-        fraction: Share of the prompts that are held out.
-        seed: Seed of the split: as split_seed, with which eval_fraction holds out the same prompts.
-    """
-    import numpy as np
-
-    from vlmrm.data.canonical import write_comparisons
-    from vlmrm.data.comparisons import iterate_readable
-    from vlmrm.data.duplicates import split_rows
-
-    if not 0 < fraction < 1:
-        raise ConfigError(f"--fraction is {fraction}: it is a share of the prompts, above 0 and below 1.")
-    files = {name: output / f"{name}.jsonl" for name in ("train", "held_out")}
-    for file in files.values():
-        require_new_file(file)
-    rows, left_out = _read(data, reading)
-    result = split_rows(rows, fraction, seed)
-    parts = {"train": ~result.held_out, "held_out": result.held_out}
-    counts = {
-        name: write_comparisons(partial(iterate_readable, rows.select(np.flatnonzero(part))), files[name])
-        for name, part in parts.items()
-    }
-    say(
-        f"{files['train']}: {counts['train']:,} rows of {result.prompts - result.held_out_prompts:,} prompts\n"
-        f"{files['held_out']}: {counts['held_out']:,} rows of {result.held_out_prompts:,} prompts\n"
-        f"{result.moved:,} rows are beside another prompt that shows the same or a similar image"
-        f"{left_out}"
-    )
 
 
 def _read(data: Sequence[str], options: Reading) -> tuple[Dataset, str]:

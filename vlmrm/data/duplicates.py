@@ -1,4 +1,4 @@
-"""Duplicates: rows that repeat others, images that look alike, and the split that keeps rows of such images together.
+"""Duplicates: rows that repeat others, and images that look alike.
 
 Re-encoded, resized or lightly retouched images are near; crops, mirror images and other colours are not looked for.
 """
@@ -8,20 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import combinations, islice, pairwise
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import PIL.Image
 
 from vlmrm.conversation import Comparison, Image, Medium, Messages, Video, media_of
-from vlmrm.data.comparisons import index_column, is_held_out_key, iterate_readable, reader_of, split_key
 from vlmrm.data.media import media_key, messages_key, open_image
-from vlmrm.errors import DataError, MediaError
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from vlmrm.errors import MediaError
 
 RADIUS = 4  # bits of a perceptual hash that may differ between images that look alike
 HASH_SIDE = 8  # waves in each direction: a hash has 64 bits
@@ -115,60 +110,6 @@ class Repeats:
         key = "".join([messages_key(row.prompt), *sorted(keys)])
         first, first_order = self.first_rows.setdefault(key, (row.id, order))
         return None if first_order is order else Repeat(first, first_order != order)
-
-
-@dataclass(frozen=True)
-class Split:
-    """Which rows are held out, and how they came to be: `moved` would be in the other part but for their images."""
-
-    held_out: np.ndarray  # bool [rows]
-    prompts: int
-    held_out_prompts: int
-    moved: int
-
-
-def split_rows(dataset: Dataset, fraction: float, seed: int) -> Split:
-    """Split a data set of comparisons that can all be read by prompt.
-
-    The side is that of `eval_fraction`. Prompts whose rows have images that look alike are on one side, that of the
-    prompt among them which comes first in the order of its key. Videos are not compared.
-    """
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    def images(row: Comparison) -> list[Medium]:
-        messages = (*row.prompt, *(message for answer in row.answers for message in answer))
-        return [medium for medium in images_of(messages) if isinstance(medium, Image)]
-
-    folders = [rule.folder for rule in reader_of(dataset).rules]
-    rows = zip(iterate_readable(dataset), index_column(dataset, "source"), strict=True)
-    looks, keys = Looks(), []
-    prompts: dict[str, int] = {}  # their numbers
-    first: dict[str | int, int] = {}  # by the digest and by the hash of an image, the first prompt that shows it
-    alike: list[tuple[int, int]] = []
-    for row, source in looks.through(rows, lambda it: images(it[0])):
-        keys.append(key := "\0".join(split_key(row, folders[source])))
-        prompt = prompts.setdefault(key, len(prompts))
-        found = [it for medium in images(row) for it in looks.of(medium, row.id) if it is not None]
-        alike += [(first.setdefault(it, prompt), prompt) for it in found]
-    hashes = np.array(sorted(it for it in first if isinstance(it, int)), dtype=np.uint64)
-    alike += [(first[int(hashes[i])], first[int(hashes[j])]) for i, j in near_pairs(hashes, hashes)]
-    edges = np.array(alike, dtype=int).reshape(-1, 2)
-    graph = coo_array((np.ones(len(edges)), (edges[:, 0], edges[:, 1])), shape=(len(prompts),) * 2)
-    count, groups = connected_components(graph, directed=False)
-    leaders: dict[int, str] = {}
-    for key in sorted(prompts):
-        leaders.setdefault(groups[prompts[key]], key)
-    sides = {key: is_held_out_key(leaders[groups[number]], fraction, seed) for key, number in prompts.items()}
-    held_out = np.array([sides[key] for key in keys], dtype=bool)
-    if held_out.all() or not held_out.any():
-        side = "training" if held_out.all() else "evaluation"
-        raise DataError(
-            f"fraction {fraction} leaves no rows for {side}: {len(keys)} rows have {len(sides)} prompts, and {count} "
-            "where those of images that look alike are kept together; choose another fraction or seed"
-        )
-    moved = sum(sides[key] != is_held_out_key(key, fraction, seed) for key in keys)
-    return Split(held_out, len(sides), sum(sides.values()), moved)
 
 
 def perceptual_hash(image: PIL.Image.Image) -> int | None:
