@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from vlmrm.commands.check_data import CheckArguments
+from vlmrm.commands.data import CheckArguments
 from vlmrm.config import actions_of, kinds_of, parser_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.evaluation.arguments import EvaluationArguments

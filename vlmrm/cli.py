@@ -14,13 +14,13 @@ from cyclopts import App, Parameter
 
 import vlmrm
 from vlmrm.commands import epilogue, give_examples
-from vlmrm.commands.convert import convert
+from vlmrm.commands.data import check_data, convert
 from vlmrm.commands.evaluation import Words, card, evaluate, leaderboard, leakage, report, rulers
 from vlmrm.commands.score import score
 from vlmrm.commands.serve import app as serving
 from vlmrm.data.columns import parse_columns
 from vlmrm.errors import ConfigError, VlmrmError, first_line
-from vlmrm.keys import answered, helped, stand_in
+from vlmrm.keys import answered, stand_in
 from vlmrm.libraries import ROBOTS, install_command, needs
 from vlmrm.logs import quiet_libraries, say
 from vlmrm.plugins import without_plugins
@@ -87,6 +87,7 @@ rewards = App(name="rewards", help="Rewards for reinforcement learning.")
 app.command(rewards)
 
 app.command(convert)
+app.command(check_data, name="check-data", help_flags=[])
 app.command(score)
 app.command(report)
 app.command(leaderboard)
@@ -162,19 +163,6 @@ def plan(*words: Words) -> None:
         from vlmrm.commands.plan import plan_command
 
         raise SystemExit(plan_command(keys, "--json" in words))
-
-
-@app.command(name="check-data", help_flags=[])
-@needs("train", "reading data sets")
-def check_data(*words: Words) -> None:
-    """Check preference data: contents, how rows will be read, and which are wrong: FILE ... [--key value]."""
-    if helped(
-        "check-data", "Check preference data: contents, how rows will be read, and which are wrong.", words, "FILE ..."
-    ):
-        return
-    from vlmrm.commands.check_data import check_data_command
-
-    raise SystemExit(check_data_command(words))
 
 
 @app.command(name="init-tiny")
