@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from vlmrm.commands.data import CheckArguments
-from vlmrm.config import actions_of, kinds_of, parser_of
+from vlmrm.config import FILE, TYPES, actions_of, kinds_of, parser_of
+from vlmrm.config import KINDS as KINDS_OF_KEYS
 from vlmrm.data.arguments import DataArguments
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.public import BENCHMARKS, Benchmark, benchmark
-from vlmrm.keys import FILE, TYPES
-from vlmrm.keys import KINDS as KINDS_OF_KEYS
 from vlmrm.measures.intervals import Estimate, Interval
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRICS, Distribution

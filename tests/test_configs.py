@@ -12,11 +12,10 @@ import pytest
 import torch
 import yaml
 
-from vlmrm.config import parse
+from vlmrm.config import FILE, parse, read_words
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.arguments import EvaluationArguments
-from vlmrm.keys import FILE, read_words
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.rewards import RewardArguments
 from vlmrm.serving.settings import RewardSettings

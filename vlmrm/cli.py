@@ -18,9 +18,9 @@ from vlmrm.commands.data import check_data, convert
 from vlmrm.commands.evaluation import Words, card, evaluate, leaderboard, leakage, report, rulers
 from vlmrm.commands.score import score
 from vlmrm.commands.serve import app as serving
+from vlmrm.config import answered, stand_in
 from vlmrm.data.columns import parse_columns
 from vlmrm.errors import ConfigError, VlmrmError, first_line
-from vlmrm.keys import answered, stand_in
 from vlmrm.libraries import ROBOTS, install_command, needs
 from vlmrm.logs import quiet_libraries, say
 from vlmrm.plugins import without_plugins

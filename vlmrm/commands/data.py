@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from vlmrm.commands.evaluation import Words
+from vlmrm.config import helped, parse
 from vlmrm.conversation import Comparison, Conversation
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.columns import parse_columns
 from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.files import require_new_file
-from vlmrm.keys import helped
 from vlmrm.libraries import needs
 from vlmrm.logs import counted, say
 from vlmrm.settings import key
@@ -38,7 +38,6 @@ def check_data(*words: Words) -> None:
     summary = "Check preference data: contents, how rows will be read, and which are wrong."
     if helped("check-data", summary, words, "FILE ..."):
         return
-    from vlmrm.config import parse
     from vlmrm.data import check
 
     files = [*takewhile(lambda word: not word.startswith("-"), words)]

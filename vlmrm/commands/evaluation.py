@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 from cyclopts import Parameter
 
+from vlmrm.config import answered
 from vlmrm.errors import CheckpointError, ConfigError, DataError
-from vlmrm.keys import answered
 from vlmrm.libraries import needs
 from vlmrm.logs import counted, say
 
