@@ -11,15 +11,11 @@ from vlmrm.errors import RewardError
 from vlmrm.http import LONGEST_WAIT, Unavailable, retried, retry_after
 
 
-def test_retry_after_is_seconds_or_a_date():
-    assert retry_after("3") == 3.0
-    assert retry_after("-5") == retry_after("Thu, 01 Jan 1970 00:00:00 GMT") == 0.0
-    assert retry_after("Fri, 01 Jan 2100 00:00:00 GMT") > 1e9
-
-
-@pytest.mark.parametrize("header", [None, "", "soon", "Fri, 01 Jan 2100 00:00:00 +9999999999999"])
-def test_a_retry_after_that_says_nothing_is_none(header):
-    assert retry_after(header) is None
+@pytest.mark.parametrize(
+    ("header", "seconds"), [("3", 3.0), ("-5", 0.0), (None, None), ("", None), ("Fri, 01 Jan 2100 00:00:00 GMT", None)]
+)
+def test_retry_after_is_seconds_or_nothing(header, seconds):
+    assert retry_after(header) == seconds
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,6 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 from vlmrm.errors import ConfigError, Denied, RewardError
@@ -121,11 +119,9 @@ class Server:
     async def call(
         self, method: str, path: str, seconds: float, *, late: type[RewardError] = Overdue, **content: Any
     ) -> Any:
-        """Return the httpx2.Response to one request, after `seconds` in all at most; `content` are its keywords.
+        """Return the httpx2.Response to one request; `content` are its keywords.
 
-        Raises:
-            Unreachable: without a connection, or with a broken one.
-            Overdue: after `seconds`; or what `late` says.
+        Without a connection, or with a broken one, it is Unreachable; after `seconds` in all it is Overdue, or `late`.
         """
         import httpx2 as httpx
 
@@ -261,16 +257,10 @@ def check_status(response: Any, retried: Collection[int] = RETRIED_STATUSES) -> 
 
 
 def retry_after(header: str | None) -> float | None:
-    """Return the seconds of a Retry-After header, a number or a date; None without a valid one."""
-    if header is None:
-        return None
+    """Return the seconds of a Retry-After header; None without one, or for a date, which no server of ours sends."""
     try:
-        return max(0.0, float(header))
+        return max(0.0, float(header or ""))
     except ValueError:
-        pass
-    try:
-        return max(0.0, (parsedate_to_datetime(header) - datetime.now(UTC)).total_seconds())
-    except (ValueError, TypeError, OverflowError):  # not a date, or one without a time zone
         return None
 
 
