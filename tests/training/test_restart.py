@@ -107,13 +107,12 @@ def test_rotation_keeps_newest_and_best_whatever_was_touched(tmp_path, saved, li
     assert names(tmp_path) == [f"checkpoint-{step}" for step in left]
 
 
-def test_a_held_folder_is_refused_naming_its_process(tmp_path, monkeypatch):
+def test_a_held_folder_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(folders, "LOCK_SECONDS", 0.0)
     check_unlocked(tmp_path)
     assert not list(tmp_path.iterdir()), "looking wrote into the folder"
     with output_lock(arguments(tmp_path)):
         for hold in (lambda: check_unlocked(tmp_path), output_lock(arguments(tmp_path)).__enter__):
-            with pytest.raises(ConfigError, match=rf"is writing into .* \(process {os.getpid()} on .*, since 20"):
+            with pytest.raises(ConfigError, match="another training is writing into"):
                 hold()
     check_unlocked(tmp_path)
-    assert not (tmp_path / folders.OWNER).exists()

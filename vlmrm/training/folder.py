@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import shutil
-import socket
-import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -29,7 +26,7 @@ from transformers import Trainer, TrainingArguments
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import data_fingerprint
 from vlmrm.errors import CheckpointError, ConfigError, TrainingError, VlmrmError, first_line
-from vlmrm.files import exclusive_lock, make_folder, write_file
+from vlmrm.files import exclusive_lock, make_folder
 from vlmrm.libraries import relies_on
 from vlmrm.modeling import ModelArguments
 from vlmrm.modeling.manifest import (
@@ -52,7 +49,6 @@ logger = logging.getLogger("vlmrm")
 T = TypeVar("T")
 
 LOCK_SECONDS = 10.0  # the workers of a killed run take this long to notice, and hold its lock until then
-OWNER = ".training.owner"
 INCOMPLETE, DAMAGED = "incomplete", "damaged"
 INTERRUPTED = "saving it was interrupted"
 AUTO = ("auto", "true")
@@ -114,28 +110,19 @@ def from_first_rank(compute: Callable[[], T]) -> T:
 
 @contextmanager
 def output_lock(args: TrainingArguments) -> Generator[None]:
-    """Hold `output_dir`, of which the first process locks a file while it trains, and says in another who it is."""
+    """Hold `output_dir`, of which the first process locks a file while it trains."""
     folder = Path(str(args.output_dir))
     if args.process_index != 0:
         yield
         return
     make_folder(folder, "output_dir")
     with _locked(folder, LOCK_SECONDS):
-        since = time.strftime("%Y-%m-%d %H:%M")
-        write_file(folder / OWNER, f"process {os.getpid()} on {socket.gethostname()}, since {since}", durable=False)
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                (folder / OWNER).unlink()
+        yield
 
 
 @contextmanager
 def _locked(folder: Path, wait: float) -> Generator[None]:
-    holder = ""
-    with suppress(OSError):
-        holder = f" ({(folder / OWNER).read_text(encoding='utf-8')})"
-    refusal = f"another training is writing into {folder}{holder}: wait for its end, or choose another --output_dir."
+    refusal = f"another training is writing into {folder}: wait for its end, or choose another --output_dir."
     with exclusive_lock(folder / TRAINING_LOCK, refusal, wait=wait):
         yield
 
