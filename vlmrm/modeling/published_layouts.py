@@ -169,7 +169,6 @@ class PublishedLayout:
     renamed: Mapping[str, str] = field(default_factory=dict)  # further patterns of names, and what replaces them
     base: str | None = None  # repository of its configuration and processor, where it comes without
     settings: str | None = None  # file with `peft_lora_config`, and `inference_config` to normalise each output
-    refused: str | None = None  # why it cannot be imported
 
     @property
     def tokens(self) -> list[str]:
@@ -285,14 +284,6 @@ LAYOUTS = (
         renamed=LLAVA_NEXT,
         base="llava-hf/llava-onevision-qwen2-7b-ov-hf",
     ),
-    PublishedLayout(
-        "ixc_reward",
-        rf"score\.{KIND}",
-        "internlm/internlm-xcomposer2d5-7b-reward; arXiv:2501.12368",
-        ids=["internlm-xcomposer2d5", "ixc-2.5-reward"],
-        refused="its architecture, whose adapters act on the tokens of images alone, is code in its own repository "
-        "and not in transformers; score with that code",
-    ),
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
@@ -303,10 +294,7 @@ def named_layout(source: str | Path, name: str | None = None) -> PublishedLayout
         raise ConfigError(f"--layout is {name!r}: choose one of {', '.join(BY_NAME)}.")
     names = [part.lower() for part in Path(source).parts[-2:]]  # of a file and its folder, or of a repository
     called = (layout for layout in LAYOUTS if any(part.startswith(tuple(layout.ids)) for part in names))
-    layout = BY_NAME[name] if name else next(called, None)
-    if layout is not None and layout.refused:
-        raise CheckpointError(f"{source} cannot be imported: {layout.refused}.")
-    return layout
+    return BY_NAME[name] if name else next(called, None)
 
 
 def find_layout(source: str | Path, names: Iterable[str], named: PublishedLayout | None) -> PublishedLayout:
