@@ -78,14 +78,7 @@ def import_reward(
 ) -> ImportedModel:
     """Write a published reward model as a full checkpoint that scores by its authors' formula and trains further.
 
-    Args:
-        source: folder, weight file or hub repository.
-        layout: one of `published_layouts.LAYOUTS`; default: by the names of the source and its weights.
-        base: folder or repository of the weights that an adapter was trained on, or of the configuration and processor
-            of a source without them.
-        output_name: which of several outputs.
-        template: file of the authors' instruction, where they have one.
-        min_pixels, max_pixels: limits on the area of images; default: those of the layout, or the processor.
+    The arguments are the options of `vlmrm import`.
     """
     output_folder = Path(output_folder)
     require_new_folder(output_folder, "the imported model")
