@@ -89,13 +89,6 @@ def check_required(run: RunArguments) -> Iterator[str]:
         quantization_config(run.model)
         if args.use_cpu:
             yield "load_in_4bit on a CPU saves memory and no time: each layer is unpacked whenever it is used"
-    if args.learning_rate == 0:
-        yield "learning_rate is 0: nothing is learned"
-    if 0 < args.max_steps <= args.warmup_steps:
-        yield (
-            f"warmup_steps {args.warmup_steps:g} is not below max_steps {args.max_steps}: the learning rate never "
-            "reaches its value"
-        )
 
 
 def check_wandb() -> None:
