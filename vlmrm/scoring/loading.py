@@ -53,11 +53,6 @@ def load_scorer(
         check_sight: verify that the model sees, and that shared batches give exact scores.
         check_files: hash every file that the checkpoint's `COMPLETE.json` lists.
         reward: name of one reward, of a service that has several.
-
-    Raises:
-        CheckpointError: when the checkpoint is broken, incomplete, or no reward model.
-        ConfigError: when there is no such device or type, the model or folder cannot be used with a vision cache, or
-            an option does not go with an address, or with a folder.
     """
     if is_address(model):
         options = locals()
@@ -69,12 +64,6 @@ def load_scorer(
         raise ConfigError(f"{model} is no folder: an address begins with http://, and this is none without it.")
     if reward is not None:
         raise ConfigError(f"reward is an option of a service, and {model} is a folder: leave reward out.")
-    switches = {"check_sight": check_sight, "check_files": check_files, "trust_remote_code": trust_remote_code}
-    for name, value in switches.items():
-        if not isinstance(value, bool):  # the text "false" would count as true
-            raise ConfigError(f"{name} is {value!r}: write true or false.")
-    if not isinstance(cache_bytes, int) or isinstance(cache_bytes, bool) or cache_bytes < 0:
-        raise ConfigError(f"cache_bytes is {cache_bytes!r}: write a number of bytes, or 0 to keep nothing.")
     dtype = parse_dtype(dtype, auto=True)
     with needs("local", "scoring with a checkpoint"):
         from vlmrm.modeling import load_checkpoint
