@@ -25,7 +25,6 @@ WIDTH = 128
 QUESTION = "Judge the picture. {curly} Prompt - {text_prompt}\nRating: <|Reward|>\nEND\n"
 DIMENSIONS = "Judge the video of {text_prompt}\nVQ <|VQ_reward|>, MQ <|MQ_reward|>, TA <|TA_reward|>\nEND\n"
 OUTPUTS = ("VQ", "MQ", "TA")
-CRITIC = "Judge the answer.\n[Question]: {question}\n[Answer]: {answer}\n\n[Evaluation]:"
 
 
 @dataclass(frozen=True)
@@ -339,59 +338,6 @@ def video_aligns(folder: Path) -> dict[str, Published]:
     }
 
 
-def mm_rlhf(folder: Path) -> Published:
-    """LLaVA-NeXT's names, and its own conversation, with the critique that the model wrote and without."""
-    [family] = [family for family in FAMILIES if family.model_type == "llava_onevision"]
-    processor = family.make_processor()
-    torch.manual_seed(9)
-    model = AutoModelForImageTextToText.from_config(family.make_config(processor), dtype=torch.float32).eval()
-    processor.save_pretrained(folder / "base")
-    model.save_pretrained(folder / "base")
-    head = {}
-    for layer, rows in (("dense", 64), ("out_proj", 1)):
-        head[f"rm_head.{layer}.weight"] = noise(rows, 64, seed=11 + rows, scale=0.5)
-        head[f"rm_head.{layer}.bias"] = noise(rows, seed=12 + rows)
-    source = folder / "MM-RLHF-Reward-7B-llava-ov-qwen"
-    source.mkdir()
-    save_file(llava_next_names(model.state_dict()) | head, source / "model.safetensors")
-    (source / "config.json").write_text(json.dumps({"model_type": "llava_qwen", "is_rm": True}))
-    image = picture(28, 56)
-    conversations = [
-        talk("Which digit?", "It is seven.", image),
-        [*talk("Which digit?", "It is nine, and odd.", image),
-         {"role": "assistant", "content": [{"type": "text", "text": "The answer is wrong."}]}],
-        talk("Is seven odd?", "Yes."),
-    ]  # fmt: skip
-    scores = []
-    for conversation in conversations:
-        question, answer, *critique = (message["content"][-1]["text"] for message in conversation)
-        images = reference.images_of(conversation)
-        text = CRITIC.format(question=question, answer=answer)
-        prompt = (
-            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
-            + ("<image>\n" + text if images else text)
-            + "<|im_end|>\n<|im_start|>assistant\n"
-            + "".join(f"{words}<|im_end|>\n" for words in critique)
-        )
-        scores.append(reference.dense_tanh(processor, model, head, prompt, images))
-    options = {"base": folder / "base", "template": written(folder, CRITIC)}
-    return Published(source, conversations, torch.stack(scores), options)
-
-
-def llava_next_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    pairs = {
-        "model.vision_tower.": "model.vision_tower.vision_tower.vision_model.",
-        "model.multi_modal_projector.linear_1.": "model.mm_projector.0.",
-        "model.multi_modal_projector.linear_2.": "model.mm_projector.2.",
-        "model.language_model.": "model.",
-    }
-    named = {}
-    for name, weight in weights.items():
-        start = next((start for start in pairs if name.startswith(start)), "")
-        named[pairs.get(start, "") + name.removeprefix(start)] = weight.clone().contiguous()
-    return named
-
-
 CASES = [
     Case("skywork", "Skywork-VL-Reward-7B", skywork),
     Case("value_head", "LLaMA-Factory, `value_head.bin`", llama_factory),
@@ -409,5 +355,4 @@ CASES = [
     Case("videoalign", "VideoAlign, `VQ`", lambda folder: video_aligns(folder)["VQ"]),
     Case("videoalign", "VideoAlign, `MQ`", lambda folder: video_aligns(folder)["MQ"]),
     Case("videoalign", "VideoAlign, `TA`", lambda folder: video_aligns(folder)["TA"]),
-    Case("mm_rlhf", "MM-RLHF-Reward", mm_rlhf),
 ]

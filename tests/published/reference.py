@@ -108,10 +108,3 @@ def ranknet(head: Weights, name: str, x: torch.Tensor) -> torch.Tensor:
     for layer in (0, 3):
         x = relu(x @ head[f"{name}.{layer}.weight"].T + head[f"{name}.{layer}.bias"])
     return x @ head[f"{name}.5.weight"].T + head[f"{name}.5.bias"]
-
-
-def dense_tanh(processor: Any, model: Any, head: Weights, text: str, images: Sequence[Any]) -> torch.Tensor:
-    """MM-RLHF's head at the last token of a text: dense, tanh, projection."""
-    [hidden] = states(model, inputs_of(processor, [text], images))
-    inner = torch.tanh(hidden[-1] @ head["rm_head.dense.weight"].T + head["rm_head.dense.bias"])
-    return (inner @ head["rm_head.out_proj.weight"].T + head["rm_head.out_proj.bias"])[0]

@@ -37,7 +37,7 @@ from vlmrm.modeling.manifest import (
     save_reward_files,
     write_complete,
 )
-from vlmrm.modeling.published_layouts import PublishedLayout, find_layout, named_layout, question_template, turn_of
+from vlmrm.modeling.published_layouts import PROMPT, PublishedLayout, find_layout, named_layout, question_template
 from vlmrm.modeling.published_weights import (
     Reader,
     StoredWeights,
@@ -167,12 +167,12 @@ class Opened:
 def _check_options(layout: PublishedLayout, output_name: str | None, template: str | Path | None) -> str:
     """Return the name of the output to import."""
     chosen = chosen_output(layout, output_name)
-    if layout.question and template is None:
+    if layout.asked and template is None:
         raise ConfigError(
-            f"{layout.name} is asked by an instruction of its authors: save it as a text with "
-            f"{' and '.join(layout.question)} where those go, and name it by --template."
+            f"{layout.name} is asked by an instruction of its authors: save it as a text with {PROMPT} where that "
+            "goes, and name it by --template."
         )
-    if template is not None and not layout.question:
+    if template is not None and not layout.asked:
         raise ConfigError(f"{layout.name} is read through its chat template: leave --template out.")
     return chosen
 
@@ -200,7 +200,7 @@ def _open(source: str | Path, base: str | Path | None, named: PublishedLayout | 
             f"{source} has a head in a file of its own and {second} beside it: leave one of the two."
         )
     # The base comes first where it is named: a source may have a configuration that transformers does not know.
-    described = base or (folder if (folder / "config.json").is_file() and not form.renamed else form.base)
+    described = base or (folder if (folder / "config.json").is_file() else form.base)
     if described is None:
         raise CheckpointError(f"{source} has no config.json: name the model that it was trained from by --base.")
     return Opened(folder, form, weights, adapter, scale, heads, described)
@@ -219,8 +219,7 @@ def _set_head(config: PreTrainedConfig, opened: Opened, output_name: str) -> dic
 def _processor(opened: Opened, trust_remote_code: bool) -> Any:
     """Return the processor of the source, or of the base, with the reward tokens."""
     files = ("processor_config.json", "preprocessor_config.json")
-    # Under other names of weights the files are of another program, LLaVA's.
-    has_one = not opened.layout.renamed and any((opened.folder / name).is_file() for name in files)
+    has_one = any((opened.folder / name).is_file() for name in files)
     described = opened.folder if has_one else opened.described
     processor: Any = load_processor(described, trust_remote_code=trust_remote_code)
     if tokens := opened.layout.tokens:
@@ -233,11 +232,9 @@ def _set_template(processor: Any, layout: PublishedLayout, output_name: str, pat
     """Give the processor the chat template that writes the authors' instruction, if they have one."""
     if path is None:
         return
-    token = layout.outputs[output_name].token
-    text = read_wording(path, f"--template {path}", *layout.question, *([token] if token else []))
-    instruction = text[: text.index(token) + len(token)] if token else text
-    turn = layout.turn(processor) if layout.turn else turn_of(processor)
-    processor.chat_template = question_template(turn, instruction, layout.question, token)
+    token = str(layout.outputs[output_name].token)
+    text = read_wording(path, f"--template {path}", PROMPT, token)
+    processor.chat_template = question_template(processor, text[: text.index(token) + len(token)])
 
 
 def _fit_vocabulary(
@@ -400,15 +397,12 @@ class Naming:
         """Return the name in memory and that in the new file; None for a weight of a reward or language head."""
         if self.layout.matches(stored) or NOT_READ.search(stored):
             return None
-        name = stored
-        for pattern, replacement in self.layout.renamed.items():
-            name = re.sub(pattern, replacement, name)
         loaded, converter = core_model_loading.rename_source_key(
-            name, self.renamings, self.converters, self.prefix, self.expected
+            stored, self.renamings, self.converters, self.prefix, self.expected
         )
         if NOT_READ.search(loaded):
             return None
-        return loaded, name if converter else loaded
+        return loaded, stored if converter else loaded
 
     def renamed(self, weights: Mapping[str, Reader]) -> dict[str, Reader]:
         """Return weights of the backbone by their names in the new file."""

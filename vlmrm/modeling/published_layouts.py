@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,11 +20,11 @@ from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling.manifest import HEAD_WEIGHTS
 
 # Where the authors ask a question of their own, its wording comes from a file: vlmrm does not contain it. The imported
-# chat template writes it as their code does, around the prompt and the answer.
+# chat template writes it as their code does, around the prompt.
 MARK = "\ue000"  # private use: in no chat template
-# Of a conversation: its media in reading order, the texts of its user, and those of its assistant in turn.
+# Of a conversation: its media in reading order, and the text of its user.
 COLLECTED = """\
-{%- set ns = namespace(media="", prompt="", answers=[]) -%}
+{%- set ns = namespace(media="", prompt="") -%}
 {%- for message in messages -%}
   {%- set text = namespace(joined="") -%}
   {%- set parts = message["content"] -%}
@@ -38,7 +38,7 @@ COLLECTED = """\
     {%- endif -%}
   {%- endfor -%}
   {%- if message["role"] == "assistant" and text.joined -%}
-    {%- set ns.answers = ns.answers + [text.joined] -%}
+    {{- raise_exception("this model scores an image or a video as the answer to a text, and the answer has a text") -}}
   {%- elif message["role"] == "user" and text.joined -%}
     {%- if ns.prompt -%}
       {{- raise_exception("this model reads one prompt, and the conversation has several turns") -}}
@@ -49,79 +49,22 @@ COLLECTED = """\
   {%- endif -%}
 {%- endfor -%}
 """
-NO_ANSWER = """\
-{%- if ns.answers -%}
-  {{- raise_exception("this model scores an image or a video as the answer to a text, and the answer has a text") -}}
-{%- endif -%}
-"""
-# An answer, and the critique of it that the model wrote, if there is one.
-ONE_ANSWER = """\
-{%- if ns.answers | length not in (1, 2) -%}
-  {{- raise_exception("this model scores an answer that is a text, with its critique as one more turn or without") -}}
-{%- endif -%}
-"""
+PROMPT = "{text_prompt}"  # its place in an instruction
 
 
-@dataclass(frozen=True)
-class TurnTemplate:
-    """What stands around a user's turn: `before` its media, `after` its text, and `closed` after the assistant's.
-
-    `media` has what stands for a medium, by kind; `line` comes after all of them.
-    """
-
-    before: str
-    after: str
-    closed: str
-    media: Mapping[str, str]
-    line: str = ""
-
-
-def turn_of(processor: Any) -> TurnTemplate:
-    """Return the turn of a processor's own chat template."""
-    before, after = _written(processor, []).split(MARK)
-    answer = {"role": "assistant", "content": [{"type": "text", "text": MARK}]}
-    closed = _written(processor, [], answer, prompted=False).split(MARK)[2]
-    media = {}
+def question_template(processor: Any, instruction: str) -> str:
+    """Return a chat template in Jinja: a user's turn of the media, then the instruction, which ends in its token."""
+    before = _written(processor, []).split(MARK)[0]
+    collected = COLLECTED
     for kind in ("image", "video"):
+        medium = f"raise_exception('this model takes no {kind}')"
         with suppress(TemplateError):  # of a template that knows no videos
             start = _written(processor, [kind]).split(MARK)[0]
             if start != before and start.startswith(before):
-                media[kind] = start.removeprefix(before)
-    return TurnTemplate(before, after, closed, media)
-
-
-def llava_turn(processor: Any) -> TurnTemplate:
-    """Return the turn of LLaVA-NeXT's `qwen_1_5` conversations: transformers' processors cannot write it."""
-    return TurnTemplate(
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n",
-        "<|im_end|>\n<|im_start|>assistant\n",
-        "<|im_end|>\n",
-        {"image": processor.image_token},
-        "\n",
-    )
-
-
-def question_template(turn: TurnTemplate, instruction: str, placeholders: Sequence[str], token: str | None) -> str:
-    """Return a chat template in Jinja: media first, then the instruction, in a user's turn.
-
-    With a reward token it ends there. Without, the answer's critique follows as the assistant's turn; where there is
-    none, it ends where one would begin.
-    """
-    collected = COLLECTED
-    for name in ("IMAGE", "VIDEO"):
-        medium = turn.media.get(name.lower())
-        refused = f"raise_exception('this model takes no {name.lower()}')"
-        collected = collected.replace(name, refused if medium is None else _literal(medium))
-    values = {"{text_prompt}": "ns.prompt", "{question}": "ns.prompt", "{answer}": "ns.answers[0]"}
-    body = _literal(instruction)
-    for placeholder in placeholders:
-        body = body.replace(placeholder, f'" ~ {values[placeholder]} ~ "')
-    pieces = [_literal(turn.before), "ns.media", f'({_literal(turn.line)} if ns.media else "")', body]
-    if token is None:
-        critique = f'(ns.answers[1] ~ {_literal(turn.closed)} if ns.answers | length == 2 else "")'
-        pieces += [_literal(turn.after), critique]
-    checks = ONE_ANSWER if "{answer}" in placeholders else NO_ANSWER
-    return f"{collected}{checks}{{{{- {' ~ '.join(pieces)} -}}}}"
+                medium = _literal(start.removeprefix(before))
+        collected = collected.replace(kind.upper(), medium)
+    body = _literal(instruction).replace(PROMPT, '" ~ ns.prompt ~ "')
+    return f"{collected}{{{{- {_literal(before)} ~ ns.media ~ {body} -}}}}"
 
 
 def _literal(text: str) -> str:
@@ -129,10 +72,10 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _written(processor: Any, media: Sequence[str], *more: dict[str, Any], prompted: bool = True) -> str:
+def _written(processor: Any, media: Sequence[str]) -> str:
     content = [*({"type": kind} for kind in media), {"type": "text", "text": MARK}]
-    messages = [{"role": "user", "content": content}, *more]
-    return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompted)
+    messages = [{"role": "user", "content": content}]
+    return processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 # Layouts -------------------------------------------------------------------------------------------------------------
@@ -161,12 +104,10 @@ class PublishedLayout:
     rows: Sequence[int] = (1,)  # the numbers that the last layer may give at a token
     ids: Sequence[str] = ()  # beginnings of the names of repositories and folders, in lower case; none for any
     outputs: Mapping[str, Output] = field(default_factory=lambda: {"score": Output()})  # several need `--output-name`
-    question: Sequence[str] = ()  # placeholders of `--template`; empty where the chat template is the checkpoint's own
-    turn: Callable[[Any], TurnTemplate] | None = None  # around the instruction, where not the processor's own template
+    asked: bool = False  # by an instruction of its authors, in `--template`; else by the checkpoint's chat template
     pixels: int | None = None  # area of every image
     text_positions: bool = False  # its images had the positions of text
     model_types: Sequence[str] = ()  # of the backbones that its authors compute so; empty for any
-    renamed: Mapping[str, str] = field(default_factory=dict)  # further patterns of names, and what replaces them
     base: str | None = None  # repository of its configuration and processor, where it comes without
     settings: str | None = None  # file with `peft_lora_config`, and `inference_config` to normalise each output
 
@@ -195,7 +136,7 @@ RANKNET = PublishedLayout(
     layers=["0", "3", "5"],
     bias=True,
     rows=[2],
-    question=["{text_prompt}"],
+    asked=True,
     pixels=256 * 28 * 28,
     text_positions=True,
 )
@@ -208,14 +149,6 @@ EDIT = replace(
     outputs={"following": Output("<|Reward|>", "head_0"), "quality": Output("<|Reward|>", "head_1")},
     model_types=["qwen2_5_vl"],
 )
-# LLaVA-NeXT's names to transformers'.
-LLAVA_NEXT = {
-    r"^model\.vision_tower\.vision_tower\.": "model.vision_tower.",
-    r"^model\.mm_projector\.0\.": "model.multi_modal_projector.linear_1.",
-    r"^model\.mm_projector\.2\.": "model.multi_modal_projector.linear_2.",
-    r"^model\.(layers|norm|embed_tokens)\b": r"model.language_model.\1",
-}
-
 LAYOUTS = (
     VALUE_HEAD,
     replace(
@@ -264,25 +197,11 @@ LAYOUTS = (
         rows=[1, 3],
         ids=["videoreward", "videoalign"],
         outputs={name: Output(f"<|{name}_reward|>") for name in ("VQ", "MQ", "TA")},
-        question=["{text_prompt}"],
+        asked=True,
         text_positions=True,
         model_types=["qwen2_vl"],
         base="Qwen/Qwen2-VL-2B-Instruct",
         settings="model_config.json",
-    ),
-    PublishedLayout(
-        "mm_rlhf",
-        rf"rm_head\.(?P<layer>dense|out_proj)\.{KIND}",
-        "Kwai-YuanQi/MM-RLHF 7c8af1d, llava/model/language_model/llava_qwen.py and llava/eval/eval_mm_reward_bench.py",
-        "tanh",
-        layers=["dense", "out_proj"],
-        bias=True,
-        ids=["mm-rlhf-reward"],
-        question=["{question}", "{answer}"],
-        turn=llava_turn,
-        model_types=["llava_onevision"],
-        renamed=LLAVA_NEXT,
-        base="llava-hf/llava-onevision-qwen2-7b-ov-hf",
     ),
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
