@@ -58,7 +58,7 @@ several, to import first, as `--plugin FILE` does beside any verb: it may add la
 rewards and protocols of your own ([how](contributing.md#your-own-without-a-fork)).
 
 `vlmrm train --help` shows the keys with their defaults, `--help-all` those of Hugging Face too; `vlmrm
---install-completion` teaches bash, zsh or fish the verbs, their options and keys.
+--install-completion` teaches bash, zsh or fish the verbs and their options.
 
 vlmrm's own keys come first, then those of Hugging Face by topic. This page is generated:
 `python docs/reference.py`."""

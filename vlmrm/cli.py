@@ -18,7 +18,7 @@ from vlmrm.commands.data import check_data, convert
 from vlmrm.commands.evaluation import Words, card, evaluate, leaderboard, leakage, report, rulers
 from vlmrm.commands.score import score
 from vlmrm.commands.serve import app as serving
-from vlmrm.config import answered, stand_in
+from vlmrm.config import answered
 from vlmrm.data.columns import parse_columns
 from vlmrm.errors import ConfigError, VlmrmError, first_line
 from vlmrm.libraries import ROBOTS, install_command, needs
@@ -57,21 +57,7 @@ EXAMPLES_OF_VERBS = (
 )
 
 
-class _App(App):
-    """An app whose completion knows the keys of the verbs that read their words themselves."""
-
-    def generate_completion(self, **options: Any) -> str:
-        own = {verb: self[verb].default_command for verb in ("train", "plan", "eval", "check-data")}
-        try:
-            for verb in own:
-                self[verb].default_command = stand_in(verb)
-            return super().generate_completion(**options)
-        finally:
-            for verb, command in own.items():
-                self[verb].default_command = command
-
-
-app = _App(
+app = App(
     name="vlmrm",
     help="Train vision-language reward models from preferences, measure them, and score with them; `--plugin FILE` "
     "beside any verb imports what you add.",

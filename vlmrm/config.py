@@ -14,16 +14,13 @@ import os
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
-from inspect import Parameter, Signature
 from itertools import groupby
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
-
-from cyclopts import Parameter as CommandParameter
+from typing import TYPE_CHECKING, Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.libraries import installed_version
@@ -297,7 +294,6 @@ HELP, HELP_ALL = ("--help", "-h"), "--help-all"
 SWITCH = ("true", "yes", "t", "y", "1", "false", "no", "f", "n", "0")  # as HF's string_to_bool reads them
 KINDS: dict[str, Any] = {"none": NoneType, "list": list, "dict": dict, "str": str}
 SAME_KEYS = {"plan": "train"}
-PATHS = ("path", "dir", "dirs", "file", "config", "root", "deepspeed")  # ends of the keys of files
 WIDTHS = (80, 120)  # of the help, between which the terminal decides
 
 
@@ -333,24 +329,6 @@ def keys_of(command: str) -> tuple[Key, ...]:
 @cache
 def _declared(command: str) -> dict[str, Any]:
     return json.loads(FILE.read_text(encoding="utf-8"))[SAME_KEYS.get(command, command)]
-
-
-def stand_in(command: str) -> Callable[..., None]:
-    """Return a function with the keys of a verb as its parameters, for the completion of shells."""
-
-    def verb(*words: Any, **keys: Any) -> None: ...
-
-    def hint(key: Key) -> Any:
-        values = key.choices or (("true", "false") if key.type == "string_to_bool" else ())
-        kind: Any = Path if key.name.endswith(PATHS) else str
-        kind = Literal[tuple(values)] if values else kind  # ty: ignore[invalid-type-form]
-        meaning = key.meaning.replace("`", "").split(". ")[0]
-        return Annotated[kind, CommandParameter(name=f"--{key.name}", help=meaning)]
-
-    of_keys = [Parameter(key.name, Parameter.KEYWORD_ONLY, annotation=hint(key)) for key in keys_of(command)]
-    words = Parameter("words", Parameter.VAR_POSITIONAL, annotation=Path)
-    setattr(verb, "__signature__", Signature([words, *of_keys]))  # noqa: B010
-    return verb
 
 
 def answered(command: str, summary: str, words: Sequence[str], *flags: str) -> Configuration | None:
