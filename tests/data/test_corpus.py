@@ -124,7 +124,6 @@ def test_canonical_rows_mean_the_same_for_every_layout():
 GENERAL = {
     "LLaMA-Factory alpaca": ["chosen / rejected"],
     "LLaMA-Factory sharegpt": ["chosen / rejected"],
-    "LLaVA-RLHF": ["two answers and a verdict"],
 }
 
 

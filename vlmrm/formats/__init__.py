@@ -15,7 +15,6 @@ from vlmrm.formats.layout import MEDIA, Layout
 # The first match reads the row, so the specific layouts come before the general ones.
 LAYOUTS: list[Layout] = [
     *(annotation_tools.label_studio, annotation_tools.openai_preferences),
-    *(annotation_tools.llava_rlhf, annotation_tools.povid),
     *(preferences.pick_a_pic, preferences.image_reward, ratings.hpdv2, preferences.hpsv3, preferences.image_pair),
     *(ratings.ranked, ratings.ranking, ratings.completions),
     *(verdicts.text_verdict, verdicts.image_verdict, verdicts.video_verdict),

@@ -1,4 +1,4 @@
-"""Label Studio's JSON, and what single data sets and services have: RLHF-V, POVID, OpenAI's.
+"""Label Studio's JSON, and what single data sets and services have: RLHF-V, OpenAI's.
 
 A tool's task has its texts and media in one column and what people answered in another. Annotations that were
 cancelled or not submitted are none; several are raters.
@@ -20,16 +20,12 @@ from vlmrm.formats.layout import (
     REJECTED,
     ParsedRow,
     Row,
-    common_turns,
     image_turn,
     layout,
-    prompt_turns,
     question_turns,
     records,
     video_turn,
-    with_media,
 )
-from vlmrm.formats.openai import read_messages
 from vlmrm.formats.preferences import pair, read_pair, with_answers
 from vlmrm.formats.verdicts import (
     IMAGES,
@@ -37,7 +33,6 @@ from vlmrm.formats.verdicts import (
     TEXTS,
     VIDEOS,
     Sides,
-    judged,
     media_pair,
     read_word,
     suffix_of,
@@ -151,37 +146,6 @@ def _object(value: Any) -> dict[str, Any] | None:
         except (ValueError, RecursionError):
             return None
     return dict(value) if isinstance(value, Mapping) else None
-
-
-@layout("POVID", ["conversations", "rejected_conversations"], optional=[*MEDIA, "system"])
-def povid(row: Row) -> ParsedRow:
-    # LLaVA's conversations twice: the first ends with the chosen answer, the second with the rejected one.
-    before = prompt_turns({"system": row.get("system")}, None)
-    conversations = []
-    for name in ("conversations", "rejected_conversations"):
-        turns = read_messages(row[name], "user")
-        if turns[-1].role != "assistant":
-            raise RowError(f"`{name}` must end with the assistant's answer")
-        conversations.append(with_media(row, (*before, *turns)))
-    return ParsedRow(conversations, [CHOSEN, REJECTED], common_turns(*conversations))
-
-
-OUTPUTS = ("output_1", "output_2")
-
-
-@layout("LLaVA-RLHF", ["conversations", *OUTPUTS, "preference"], optional=[*MEDIA, "system"])
-def llava_rlhf(row: Row) -> ParsedRow:
-    turns = row["conversations"]
-    if isinstance(turns, (list, tuple)) and len(turns) == 1 and isinstance(turns[0], (list, tuple)):
-        turns = turns[0]
-    messages = read_messages(turns, "user")
-    if messages[-1].role == "assistant":  # the place of the two outputs
-        messages = messages[:-1]
-    answers = [row[name]["value"] if isinstance(row[name], Mapping) else row[name] for name in OUTPUTS]
-    parsed = with_answers(row, question_turns(row, messages), answers, [CHOSEN, REJECTED])
-    return judged(
-        parsed, {name: row[name] for name in ("preference", "output_1", "output_2")}, ("output_1", "output_2")
-    )
 
 
 @layout("OpenAI preferences", ["input", "preferred_output", "non_preferred_output"], optional=[*MEDIA, "system"])
