@@ -14,11 +14,11 @@ from vlmrm.formats.layout import MEDIA, Layout
 
 # The first match reads the row, so the specific layouts come before the general ones.
 LAYOUTS: list[Layout] = [
-    *(annotation_tools.label_studio, annotation_tools.openai_preferences),
+    *(annotation_tools.label_studio, preferences.openai_preferences),
     *(preferences.pick_a_pic, preferences.image_reward, ratings.hpdv2, preferences.hpsv3, preferences.image_pair),
     *(ratings.ranked, ratings.ranking, ratings.completions),
     *(verdicts.text_verdict, verdicts.image_verdict, verdicts.video_verdict),
-    *(preferences.alpaca, preferences.sharegpt, preferences.swift, preferences.pair, annotation_tools.rlhf_v),
+    *(preferences.alpaca, preferences.sharegpt, preferences.swift, preferences.pair, preferences.rlhf_v),
 ]
 LAYOUTS_TO_SCORE = [*LAYOUTS, rollouts.prompt_response, rollouts.conversation]
 

@@ -1,4 +1,4 @@
-"""Label Studio's JSON, and what single data sets and services have: RLHF-V, OpenAI's.
+"""Label Studio's JSON.
 
 A tool's task has its texts and media in one column and what people answered in another. Annotations that were
 cancelled or not submitted are none; several are raters.
@@ -6,7 +6,6 @@ cancelled or not submitted are none; several are raters.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,30 +13,9 @@ from typing import Any
 
 from vlmrm.conversation import shorten
 from vlmrm.errors import RowError
-from vlmrm.formats.layout import (
-    CHOSEN,
-    MEDIA,
-    REJECTED,
-    ParsedRow,
-    Row,
-    image_turn,
-    layout,
-    question_turns,
-    records,
-    video_turn,
-)
-from vlmrm.formats.preferences import pair, read_pair, with_answers
-from vlmrm.formats.verdicts import (
-    IMAGES,
-    PROMPTS,
-    TEXTS,
-    VIDEOS,
-    Sides,
-    media_pair,
-    read_word,
-    suffix_of,
-    with_raters,
-)
+from vlmrm.formats.layout import MEDIA, ParsedRow, Row, image_turn, layout, records, video_turn
+from vlmrm.formats.preferences import read_pair
+from vlmrm.formats.verdicts import IMAGES, PROMPTS, TEXTS, VIDEOS, Sides, media_pair, read_word, suffix_of, with_raters
 
 TEMPLATES = [("text1", "text2"), ("text_1", "text_2"), ("text_a", "text_b"), ("left", "right")]
 
@@ -124,38 +102,3 @@ def _fields(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise RowError(f"`{name}` must be an object with the texts and media of the task, and is {shorten(value)}")
     return {key: cell for key, cell in value.items() if cell is not None}
-
-
-@layout("RLHF-V", ["text"], one_of=["image", "images"], optional=["system"])
-def rlhf_v(row: Row) -> ParsedRow:
-    fields = _object(row["text"])
-    if fields is None or not {"question", "chosen", "rejected"} <= fields.keys():
-        raise RowError(
-            "`text` beside an image must be RLHF-V's JSON of `question`, `chosen` and `rejected`: name it `prompt` if "
-            f"it is one, it is {shorten(row['text'])}"
-        )
-    read = {name: fields.pop(name) for name in ("question", "chosen", "rejected")}
-    media = {name: row[name] for name in ("image", "images", "system") if name in row}
-    return replace(pair.read({**read, **media}), skipped=frozenset(), unread=fields)
-
-
-def _object(value: Any) -> dict[str, Any] | None:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
-    return dict(value) if isinstance(value, Mapping) else None
-
-
-@layout("OpenAI preferences", ["input", "preferred_output", "non_preferred_output"], optional=[*MEDIA, "system"])
-def openai_preferences(row: Row) -> ParsedRow:
-    fields = row["input"]
-    if not isinstance(fields, Mapping) or "messages" not in fields:
-        raise RowError(f"`input` must be an object with `messages`, and is {shorten(fields)}")
-    if fields.get("tools"):
-        raise RowError("`input` has `tools`, which are not read: write them into the system message, or remove them")
-    prompt = question_turns(row, fields["messages"])
-    answers = [row["preferred_output"], row["non_preferred_output"]]
-    unread = {name: value for name, value in fields.items() if name not in ("messages", "tools")}
-    return replace(with_answers(row, prompt, answers, [CHOSEN, REJECTED]), unread=unread)

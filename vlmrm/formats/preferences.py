@@ -1,4 +1,4 @@
-"""Preferences: TRL's `chosen` and `rejected`, ms-swift, LLaMA-Factory, and pairs of images.
+"""Preferences: TRL's `chosen` and `rejected`, ms-swift, LLaMA-Factory, RLHF-V, OpenAI, and pairs of images.
 
 Answers that begin with the assistant follow the row's prompt. Answers that begin with a user or system turn are whole
 conversations (TRL's "implicit prompt"), whose common messages are the prompt, and so are texts with the `Human:` and
@@ -7,11 +7,12 @@ conversations (TRL's "implicit prompt"), whose common messages are the prompt, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vlmrm.conversation import Message, Messages, text_of
+from vlmrm.conversation import Message, Messages, shorten, text_of
 from vlmrm.errors import RowError
 from vlmrm.formats.layout import (
     CHOSEN,
@@ -118,6 +119,36 @@ def with_answers(row: Row, prompt: Messages, answers: Sequence[Any], values: Seq
     """Return text answers to a prompt, with the row's media in it."""
     conversations = [with_media(row, (*prompt, *read_messages(answer, "assistant"))) for answer in answers]
     return ParsedRow(conversations, values, len(prompt))
+
+
+@layout("RLHF-V", ["text"], one_of=["image", "images"], optional=["system"])
+def rlhf_v(row: Row) -> ParsedRow:
+    try:
+        fields = json.loads(row["text"]) if isinstance(row["text"], str) else row["text"]
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, Mapping) or not {"question", "chosen", "rejected"} <= fields.keys():
+        raise RowError(
+            "`text` beside an image must be RLHF-V's JSON of `question`, `chosen` and `rejected`: name it `prompt` if "
+            f"it is one, it is {shorten(row['text'])}"
+        )
+    read = {name: fields[name] for name in ("question", "chosen", "rejected")}
+    media = {name: row[name] for name in ("image", "images", "system") if name in row}
+    unread = {name: value for name, value in fields.items() if name not in read}
+    return replace(pair.read({**read, **media}), skipped=frozenset(), unread=unread)
+
+
+@layout("OpenAI preferences", ["input", "preferred_output", "non_preferred_output"], optional=[*MEDIA, "system"])
+def openai_preferences(row: Row) -> ParsedRow:
+    fields = row["input"]
+    if not isinstance(fields, Mapping) or "messages" not in fields:
+        raise RowError(f"`input` must be an object with `messages`, and is {shorten(fields)}")
+    if fields.get("tools"):
+        raise RowError("`input` has `tools`, which are not read: write them into the system message, or remove them")
+    prompt = question_turns(row, fields["messages"])
+    answers = [row["preferred_output"], row["non_preferred_output"]]
+    unread = {name: value for name, value in fields.items() if name not in ("messages", "tools")}
+    return replace(with_answers(row, prompt, answers, [CHOSEN, REJECTED]), unread=unread)
 
 
 # Images for a prompt: the prompt is the user's turn, each image an assistant turn of its own.
