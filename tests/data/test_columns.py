@@ -52,11 +52,10 @@ def test_renamed_columns_read_like_the_canonical_ones(streaming, bad_rows, tmp_p
     "words",
     [
         ["--columns", *(f"{ours}={theirs}" for ours, theirs in COLUMNS.items())],
-        ["--columns", json.dumps(COLUMNS)],
         ["config.yaml"],
     ],
 )
-def test_columns_come_as_words_or_json_or_yaml(words, tmp_path, monkeypatch):
+def test_columns_come_as_words_or_yaml(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text("columns:\n" + "".join(f"  {ours}: {it}\n" for ours, it in COLUMNS.items()))
     [arguments] = parse([DataArguments], words, "test")
@@ -71,7 +70,6 @@ def test_columns_come_as_words_or_json_or_yaml(words, tmp_path, monkeypatch):
         (["images=picture", "images=photo"], "names images twice"),
         ({"images": "picture", "image": "picture"}, "reads picture twice"),
         ("picture", "'picture'"),
-        ('{"images": ', "not valid JSON"),
         ({"images": 3}, "names no column"),
         ({"contest": "ignore"}, "write ignore=contest"),
     ],

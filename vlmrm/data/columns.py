@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,14 +32,14 @@ FILE_NAME = re.compile(r"(?:(?P<column>.+)_)?file_names?")
 
 
 def parse_columns(value: Sequence[str] | str | Mapping[str, str | list[str]] | None) -> Columns | None:
-    """Return a mapping of our names of columns to those of the data; a text or list holds `NAME=COLUMN`, or JSON.
+    """Return a mapping of our names of columns to those of the data; a text or list holds `NAME=COLUMN`.
 
     The name `ignore` has a list of columns.
     """
     if value is None:
         return None
     words = [value] if isinstance(value, str) else value
-    pairs = words.items() if isinstance(words, Mapping) else [pair for word in words for pair in _pairs(word)]
+    pairs = words.items() if isinstance(words, Mapping) else map(_pair, words)
     columns: Columns = {}
     ignored: list[str] = []
     for name, column in _flat(pairs):
@@ -71,16 +70,11 @@ def _flat(pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         yield from ((name, column) for column in columns)
 
 
-def _pairs(word: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(word, str) and word.lstrip().startswith("{"):
-        try:
-            return json.loads(word).items()
-        except ValueError as error:
-            raise ConfigError(f"columns is {word!r}, which is not valid JSON ({error}): {WRITE}.") from None
+def _pair(word: Any) -> tuple[str, str]:
     name, separator, column = str(word).partition("=")
     if not separator:
         raise ConfigError(f"columns holds {word!r}: {WRITE}.")
-    return [(name.strip(), column.strip())]
+    return name.strip(), column.strip()
 
 
 def choose_names(path: str, present: Collection[str], columns: Mapping[str, str | list[str]]) -> dict[str, str]:
