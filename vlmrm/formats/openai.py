@@ -17,6 +17,7 @@ from vlmrm.conversation import (
     Video,
     VideoOptions,
     shorten,
+    text_of,
     with_article,
 )
 from vlmrm.errors import RowError
@@ -56,6 +57,11 @@ def read_messages(value: Any, role: str) -> Messages:
     if not isinstance(value, Sequence) or isinstance(value, bytes) or not value:
         raise RowError(f"expected a text or a list of messages for the {role}, got {shorten(value)}")
     return tuple(message if isinstance(message, Message) else _read_message(message, role) for message in value)
+
+
+def answer_text(answer: Any) -> str:
+    """Return the text of an answer: a text, or messages."""
+    return answer if isinstance(answer, str) else text_of(read_messages(answer, "assistant"))
 
 
 def write_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -24,9 +24,8 @@ from typing import Any, ClassVar
 from PIL import Image
 from pydantic import Field
 
-from vlmrm.conversation import text_of
 from vlmrm.errors import ConfigError, RewardError
-from vlmrm.formats.openai import read_messages
+from vlmrm.formats.openai import answer_text
 from vlmrm.http import Server, Unavailable, Unreachable, read_json, retried, run
 from vlmrm.rewards.contract import (
     BaseRewardModel,
@@ -92,9 +91,7 @@ class _Remote(BaseRewardModel):
             "condition_videos": _encode_media(condition_videos),
         }
         if response is not None:
-            body["response"] = [
-                text if isinstance(text, str) else text_of(read_messages(text, "assistant")) for text in response
-            ]
+            body["response"] = [*map(answer_text, response)]
         return RewardModelOutput(rewards=_read_rewards(self.servers.post("/compute", json_content(body))))
 
 

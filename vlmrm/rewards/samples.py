@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from vlmrm.conversation import Conversation, media_of, text_of
+from vlmrm.conversation import Conversation, media_of
 from vlmrm.data.media import RoundMedia, media_round, once, open_image
 from vlmrm.errors import MediaError, RewardError, RowError
 from vlmrm.formats.flow_factory import conversation_to_sample, write_sample
-from vlmrm.formats.openai import read_messages, read_reference
+from vlmrm.formats.openai import answer_text, read_messages, read_reference
 from vlmrm.rewards.contract import BaseRewardModel, GroupwiseRewardModel, RewardArguments, RewardModelOutput
 
 if TYPE_CHECKING:
@@ -199,8 +199,8 @@ def shaped(arguments: RewardArguments, reward: float, details: Mapping[str, Any]
     if arguments.length_penalty:
         if response is None:
             raise RowError("it has no response, whose words length_penalty counts: leave length_penalty out")
-        text = response if isinstance(response, str) else text_of(read_messages(response, "assistant"))
-        reward -= arguments.length_penalty * max(len(text.split()) - arguments.length_free, 0)
+        words = len(answer_text(response).split())
+        reward -= arguments.length_penalty * max(words - arguments.length_free, 0)
     if arguments.clip is not None:
         reward = min(max(reward, arguments.clip[0]), arguments.clip[1])
     return reward

@@ -9,8 +9,7 @@ from typing import Any
 from PIL import Image
 from pydantic import Field
 
-from vlmrm.conversation import text_of
-from vlmrm.formats.openai import read_messages
+from vlmrm.formats.openai import answer_text
 from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput
 from vlmrm.settings import Strict, validate
 
@@ -42,7 +41,7 @@ class Format(PointwiseRewardModel):
         self.pattern = re.compile(settings.pattern.pattern, re.DOTALL)
 
     def __call__(self, response: list[Any]) -> RewardModelOutput:  # ty: ignore[incompatible-method-override]
-        return RewardModelOutput([float(self.pattern.fullmatch(_text(each)) is not None) for each in response])
+        return RewardModelOutput([float(self.pattern.fullmatch(answer_text(each)) is not None) for each in response])
 
 
 class Repetition(PointwiseRewardModel):
@@ -61,7 +60,7 @@ class Repetition(PointwiseRewardModel):
         self.size, self.penalty = settings.ngram_size, settings.max_penalty
 
     def __call__(self, response: list[Any]) -> RewardModelOutput:  # ty: ignore[incompatible-method-override]
-        return RewardModelOutput([self.penalty * repeated(_text(each), self.size) for each in response])
+        return RewardModelOutput([self.penalty * repeated(answer_text(each), self.size) for each in response])
 
 
 def repeated(text: str, size: int) -> float:
@@ -69,10 +68,6 @@ def repeated(text: str, size: int) -> float:
     words = text.lower().split()
     ngrams = [tuple(words[start : start + size]) for start in range(len(words) - size + 1)]
     return 1 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0
-
-
-def _text(response: Any) -> str:
-    return response if isinstance(response, str) else text_of(read_messages(response, "assistant"))
 
 
 class JpegIncompressibility(PointwiseRewardModel):
