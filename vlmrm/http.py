@@ -205,7 +205,11 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
     A connection belongs to one event loop. All calls of a process share one that never ends, in a thread, so that any
     thread can make them, also one with a running loop.
     """
-    future = asyncio.run_coroutine_threadsafe(coroutine, current_loop())
+    with _lock:
+        if (loop := _loops.get(os.getpid())) is None:
+            loop = _loops[os.getpid()] = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name="vlmrm-http", daemon=True).start()
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     try:
         return future.result()
     except BaseException:
@@ -215,15 +219,6 @@ def run(coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 _lock = threading.Lock()
 _loops: dict[int, asyncio.AbstractEventLoop] = {}  # by process: a fork copies this, but no threads
-
-
-def current_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process's calls, started on first use."""
-    with _lock:
-        if os.getpid() not in _loops:
-            loop = _loops[os.getpid()] = asyncio.new_event_loop()
-            threading.Thread(target=loop.run_forever, name="vlmrm-http", daemon=True).start()
-        return _loops[os.getpid()]
 
 
 def _cause(error: BaseException) -> str:

@@ -68,7 +68,9 @@ def export(model: str | Path, output_folder: str | Path, *, base_model_path: str
         logger.warning("%s was trained with overlong: trim, and others do not trim answers: cut them before", model)
     pinned = _pinned(reward, processor)
     step = (verify_if_listed(model) or {}).get("step")
-    texts = {CODE: _code(name), "README.md": _readme(output_folder.name, info, pinned)}
+    base = name.replace("ForSequenceClassification", "PreTrainedModel")
+    code = _templates().get_template("model.py.jinja").render(name=name, base=base)
+    texts = {CODE: code, "README.md": _readme(output_folder.name, info, pinned)}
     provenance = {**info.get("provenance", {}), "exported_from": Path(model).name}
     write_full(
         output_folder, reward, processor, info | {"pinned": [pinned], "provenance": provenance}, step=step, texts=texts
@@ -110,11 +112,6 @@ def _pinned(model: Any, processor: Any) -> dict[str, Any]:
     if isinstance(score, RowError):
         raise CheckpointError(f"the model cannot be exported, as it does not score a small image: {score.reason}.")
     return {"messages": messages, "score": score, "dtype": str(model.dtype).removeprefix("torch.")}
-
-
-def _code(name: str) -> str:
-    base = name.replace("ForSequenceClassification", "PreTrainedModel")
-    return _templates().get_template("model.py.jinja").render(name=name, base=base)
 
 
 def _readme(title: str, info: dict[str, Any], pinned: dict[str, Any]) -> str:

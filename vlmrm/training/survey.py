@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any, cast
 
 import numpy as np
-import torch
 
 from vlmrm.batching import ComparisonCollator
 from vlmrm.batching.collator import OverlongError
@@ -83,7 +82,8 @@ class Survey:
             self.reasons[_kind(error)] += 1
             self.last_reason = str(error)
             return
-        self.useful += any(self._has_use(part["pairs"]) for part in batch["parts"])
+        pairs = [part["pairs"] for part in batch["parts"]]
+        self.useful += any(bool(pair_weights(it).sum() > 0 if self.trains else (~it["tie"]).any()) for it in pairs)
         self.tokens.append(batch["counts"]["tokens"])
         self.positions.append(position)
         self.pairs += batch["counts"]["pairs"]
@@ -91,9 +91,6 @@ class Survey:
         kinds = Counter({media_key(medium.reference): medium.kind for medium in media}.values())
         self.images += kinds["image"]
         self.videos += kinds["video"]
-
-    def _has_use(self, pairs: dict[str, torch.Tensor]) -> bool:
-        return bool(pair_weights(pairs).sum() > 0 if self.trains else (~pairs["tie"]).any())
 
     def remarks(self, irrelevant: bool) -> Iterator[str]:
         """Yield what is odd; where answers train under `irrelevant` prompts, refuse rows of which none has any."""

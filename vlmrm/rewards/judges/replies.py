@@ -79,19 +79,16 @@ def read_completion(body: str) -> Reply:
         message, usage = choice["message"], completion.get("usage") or {}
         text = message.get("content") or message.get("refusal") or ""
         tokens = (choice.get("logprobs") or {}).get("content")
+        first = [(it["token"], it["logprob"]) for it in tokens[0].get("top_logprobs") or ()] if tokens else None
         return Reply(
             text=text,
             finish_reason=choice.get("finish_reason"),
-            top_logprobs=_top_logprobs(tokens[0]) if tokens else None,
+            top_logprobs=first,
             prompt_tokens=usage.get("prompt_tokens") or 0,
             completion_tokens=usage.get("completion_tokens") or 0,
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise RewardError(f"what the server sent is no chat completion: {body[:200]!r}") from error
-
-
-def _top_logprobs(token: dict[str, Any]) -> list[tuple[str, float]]:
-    return [(other["token"], other["logprob"]) for other in token.get("top_logprobs") or ()]
 
 
 def _json(value: Any) -> bytes:
