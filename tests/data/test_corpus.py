@@ -29,7 +29,7 @@ from vlmrm.data.comparisons import load_comparisons
 from vlmrm.data.rows import read_row
 from vlmrm.errors import DataError, RowError, UnreadColumnError
 from vlmrm.formats import LAYOUTS
-from vlmrm.scoring.offline import open_rows
+from vlmrm.scoring.offline import OfflineJob
 
 
 def as_base64(colour: str = "red") -> str:
@@ -216,7 +216,7 @@ def test_a_column_that_would_be_dropped_is_named(row, column, tmp_path):
             with pytest.raises(DataError, match=rf"rows\.jsonl: the column `{column}` holds .* is not read:"):
                 load_comparisons([path], arguments=DataArguments(bad_rows=bad_rows), streaming=streaming)
     with pytest.raises(DataError, match=rf"rows\.jsonl: the column `{column}` holds"):
-        open_rows([path])
+        OfflineJob("model", [path], tmp_path / "out").open_rows()
 
 
 @pytest.mark.parametrize("name", READ)
@@ -231,7 +231,7 @@ def test_metadata_stays_with_the_row(name, tmp_path):
         assert len(set(read)) == images
         assert row.get("prompt", row.get("caption")) in (text_of(comparison.prompt), TURNS, "<image>\nWhat is this?")
         assert not isinstance(second["comparison"], RowError)
-    assert len(open_rows([path])) == 2
+    assert len(OfflineJob("model", [path], tmp_path / "out").open_rows()) == 2
 
 
 def test_embedded_images_under_another_name_are_named(tmp_path):

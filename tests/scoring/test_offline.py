@@ -20,7 +20,7 @@ from vlmrm.data.comparisons import load_comparisons
 from vlmrm.errors import ConfigError, DataError, VlmrmError
 from vlmrm.modeling import write_complete
 from vlmrm.scoring import offline
-from vlmrm.scoring.offline import OfflineJob, ShardScoring, Summary, open_rows, score_offline
+from vlmrm.scoring.offline import OfflineJob, ShardScoring, Summary, score_offline
 
 
 @pytest.fixture
@@ -214,11 +214,11 @@ def test_ranks_share_all_rows_and_no_row_twice(job, tmp_path, options):
         ('{"prompt": "?", "resp', "line 1 is not valid json"),
     ],
 )
-def test_input_without_answers_is_refused_at_once(tmp_path, content, said):
+def test_input_without_answers_is_refused_at_once(job, tmp_path, content, said):
     if content is not None:
         (tmp_path / "rows.jsonl").write_text(content)
     with pytest.raises(DataError, match=rf"rows\.jsonl.*{said}"):
-        open_rows([str(tmp_path / "rows.jsonl")])
+        job(tmp_path / "rows.jsonl").open_rows()
 
 
 # The command line ----------------------------------------------------------------------------------------------------

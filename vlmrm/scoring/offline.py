@@ -52,7 +52,7 @@ class OfflineJob:
     """An input to score, a model, and an output folder. It pickles, for workers on other machines."""
 
     model: str
-    input: Sequence[str]  # anything that `open_rows` takes
+    input: Sequence[str]  # files, folders, patterns or hub ids
     output: Path
     split: str = "train"
     image_root: str | None = None
@@ -72,8 +72,10 @@ class OfflineJob:
         return Shards(Path(self.output), self.shard_rows)
 
     def open_rows(self) -> Dataset:
-        reading = DataArguments(image_root=self.image_root, columns=self.columns)
-        return open_rows(self.input, split=self.split, reading=reading)
+        """Open the input; rows are read by number, so that a shard needs none before it."""
+        reading = DataArguments(image_root=self.image_root, columns=self.columns, bad_rows="skip")
+        groups = open_groups(self.input, self.split, reading, False, read_answers, LAYOUTS_TO_SCORE)
+        return index_rows(groups, read_answers)
 
     def load_scorer(self) -> LocalScorer:
         return load_local_scorer(
@@ -132,15 +134,6 @@ class ShardScoring:
         rows = progress(rows, "scoring", len(indices), show=show)
         for number, scored in groupby(rows, key=lambda row: row.index // size):
             job.shards.write(number, list(scored))
-
-
-def open_rows(paths: Sequence[str], *, split: str = "train", reading: DataArguments | None = None) -> Dataset:
-    """Open files, folders, patterns or hub ids, as `load_sources` does; `reading` says how.
-
-    Rows are read by number, so that a shard needs none before it.
-    """
-    reading = replace(reading or DataArguments(), bad_rows="skip")
-    return index_rows(open_groups(paths, split, reading, False, read_answers, LAYOUTS_TO_SCORE), read_answers)
 
 
 class Summary(NamedTuple):
