@@ -246,10 +246,7 @@ def split_key(comparison: Comparison, folder: str) -> list[str]:
 
 
 def load_train_and_eval(arguments: DataArguments) -> tuple[Dataset | IterableDataset, Dataset | None]:
-    """Return the training and evaluation data of a configuration; None for evaluation data that it does not name.
-
-    >>> train, held_out = load_train_and_eval(DataArguments(dataset_path=["pairs.jsonl"], eval_fraction=0.1))
-    """
+    """Return the training and evaluation data of a configuration; None for evaluation data that it does not name."""
     if not arguments.dataset_path:
         raise ConfigError("dataset_path is missing: name the preference data to train on")
     if arguments.eval_dataset_path and arguments.eval_fraction:

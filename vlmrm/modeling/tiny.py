@@ -91,8 +91,6 @@ def make_tiny(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Pa
 
     `arch` is one of `ARCHITECTURES`; `mimo_vl` is a Qwen2.5-VL in MiMo-VL's proportions. Equal seeds write equal
     bytes. Images are 56x56 (64x64 for Qwen3-VL and Qwen3.5) and larger.
-
-        make_tiny("tiny", "qwen3_vl")
     """
     if arch not in ARCHITECTURES:
         raise ConfigError(f"there is no tiny {arch!r}: choose one of {', '.join(ARCHITECTURES)}.")
@@ -107,10 +105,7 @@ def make_tiny(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Pa
 
 
 def make_tiny_reward_model(folder: str | Path, arch: str = "qwen2_5_vl", seed: int = 0) -> Path:
-    """Write a tiny reward model of `arch` with an untrained linear head, as training would save it.
-
-    load_scorer(make_tiny_reward_model("tiny-reward"))
-    """
+    """Write a tiny reward model of `arch` with an untrained linear head, as training would save it."""
     folder = _new_folder(folder)
     with tempfile.TemporaryDirectory() as base:
         make_tiny(base, arch, seed)

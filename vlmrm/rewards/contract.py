@@ -273,12 +273,7 @@ class PointwiseRewardModel(BaseRewardModel):
 
 
 class GroupwiseRewardModel(BaseRewardModel):
-    """A reward of samples relative to their group; a call has one group, and the model batches it itself.
-
-    >>> class RelativeWidth(GroupwiseRewardModel):
-    ...     def __call__(self, prompt, image, **kwargs):
-    ...         return RewardModelOutput([one.width / max(it.width for it in image) for one in image])
-    """
+    """A reward of samples relative to their group; a call has one group, and the model batches it itself."""
 
 
 def read_template(config: RewardArguments, *placeholders: str) -> str | None:

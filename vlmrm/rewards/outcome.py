@@ -21,10 +21,7 @@ from vlmrm.scoring.transforms import FLOOR
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of N samples by name, [N] in float64, NaN where one is missing.
-
-    scored.rewards["clip"], scored.total(), scored.advantages("sum"), scored.failures
-    """
+    """The rewards of N samples by name, [N] in float64, NaN where one is missing."""
 
     rewards: dict[str, np.ndarray]
     weights: dict[str, float]

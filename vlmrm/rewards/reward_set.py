@@ -148,10 +148,7 @@ class ConfiguredReward:
 
 
 class Models:
-    """Loaded reward models by identity. Pass one to two reward sets and they share their models.
-
-    >>> RewardSet("rewards.yaml", models=models), RewardSet("rewards.yaml", block="eval_rewards", models=models)
-    """
+    """Loaded reward models by identity. Pass one to two reward sets and they share their models."""
 
     def __init__(self, accelerator: Processes = None):
         self.accelerator = accelerator or process_state()

@@ -20,10 +20,7 @@ Value = TypeVar("Value")
 
 @runtime_checkable
 class Scorer(Protocol):
-    """A model that returns the raw logit of each conversation, in request order, for a function of `transforms`.
-
-    >>> transforms.sigmoid(scorer.score(conversations))
-    """
+    """A model that returns the raw logit of each conversation, in request order, for a function of `transforms`."""
 
     def score(self, conversations: Sequence[ConversationLike]) -> list[float]:
         """Return the raw logit of each conversation; raise RowError with the index of one that cannot be scored."""
