@@ -6,7 +6,6 @@ Images inside tables stay encoded bytes; nothing here decodes, maps or copies th
 from __future__ import annotations
 
 import glob
-import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -25,8 +24,6 @@ from vlmrm.settings import nearest_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
-
-logger = logging.getLogger("vlmrm")
 
 FIRST_ROWS = 20  # checked when a table is opened
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -178,23 +175,13 @@ def _open_folder(path: str, split: str, streaming: bool, bad_rows: str) -> list[
         splits = DataFilesDict.from_patterns(get_data_patterns(path), base_path=path, allowed_extensions=list(KINDS))
     except (EmptyDatasetError, FileNotFoundError):
         splits = {}
-    files = {name: _tables_among(path, sorted(set(names))) for name, names in splits.items() if names}
+    files = {name: [file for file in sorted(set(names)) if kind_of(file)] for name, names in splits.items() if names}
     if not any(files.values()):
         # Pictures whose names hold that of a split (`images/train_1.jpg`) hide a table whose name does not.
-        everything = [str(file) for file in visible_files(Path(path))]
-        files = {"train": _tables_among(path, everything)}
+        files = {"train": [str(file) for file in visible_files(Path(path)) if kind_of(str(file))]}
     if not any(files.values()):
         raise DataError(f"the folder {path} holds no {KIND_NAMES} file and was not written by save_to_disk")
     return [_open_file(file, streaming, bad_rows) for file in _choose(files, split, path)]
-
-
-def _tables_among(folder: str, files: list[str]) -> list[str]:
-    """Return the tables of a folder; beside tables, a sheet is probably something else."""
-    tables = [file for file in files if kind_of(file) not in (None, "xlsx")]
-    if tables and len(tables) < len(files):
-        names = sorted(os.path.basename(file) for file in files if file not in tables)
-        logger.warning("%s: not read beside its tables: %s", folder, ", ".join(names))
-    return tables or [file for file in files if kind_of(file)]
 
 
 def _open_hub(name: str, split: str, streaming: bool, config: str | None) -> Source:
