@@ -342,13 +342,12 @@ def convert_head(
 
 def _layers(layout: PublishedLayout, output_name: str, names: Iterable[str], read: Callable[[str], Any]) -> Layers:
     wanted = layout.outputs[output_name].head
-    layers: dict[Any, dict[str, torch.Tensor]] = {}
+    layers: dict[int, dict[str, torch.Tensor]] = {}
     for name in names:
         if match := layout.matches(name):
             groups: Mapping[str, str | None] = match.groupdict()
             if groups.get("head") == wanted:
-                layer = groups.get("layer") or ""
-                layers.setdefault(int(layer) if layer.isdigit() else layer, {})[groups["kind"] or ""] = read(name)
+                layers.setdefault(int(groups.get("layer") or 0), {})[groups["kind"] or ""] = read(name)
     if not layers:
         raise CheckpointError(f"the head of the output {output_name} is missing: copy the checkpoint again.")
     if missing := [layer for layer in layout.layers if layer not in map(str, layers)]:
@@ -359,7 +358,7 @@ def _layers(layout: PublishedLayout, output_name: str, names: Iterable[str], rea
             weight is not None and weight.ndim == 2 and all(len(tensor) == len(weight) for tensor in tensors.values())
         )
         if not complete or layout.bias not in (None, "bias" in tensors):
-            raise CheckpointError(f"layer {layer or 0} of the head is incomplete: copy the checkpoint again.")
+            raise CheckpointError(f"layer {layer} of the head is incomplete: copy the checkpoint again.")
     return [(layers[layer]["weight"], layers[layer].get("bias")) for layer in sorted(layers)]
 
 
