@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
 from statistics import fmean
 
 import numpy as np
 from pydantic import Field
 
 from vlmrm.errors import MediaError, RewardError
-from vlmrm.measures.bradley_terry import fit
+from vlmrm.measures.bradley_terry import fit, logistic
 from vlmrm.rewards.contract import GroupwiseRewardModel, RewardModelOutput
 from vlmrm.rewards.judges.client import check_not_denied
 from vlmrm.rewards.judges.judge import (
@@ -25,7 +26,6 @@ from vlmrm.rewards.judges.judge import (
     text_part,
 )
 from vlmrm.rewards.judges.replies import Question, Reply, json_objects, without_thinking
-from vlmrm.scoring.transforms import win_rate
 
 SYSTEM = (
     "You are a careful, impartial judge. You are shown a prompt and two answers to it, and decide which one people "
@@ -45,16 +45,16 @@ DECIMAL = re.compile(r"[-+]?\d+\.\d+")
 
 class PairwiseSettings(SampleSettings):
     rounds: int = Field(8, ge=1)
-    """Other samples of its group that a sample meets at most, in both orders."""
+    """Rounds of the tournament, in each of which a sample meets one other, in both orders."""
 
 
 class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
     """The chance to beat another sample of the group, by the strengths of a Bradley-Terry model: [N] in [0, 1].
 
-    In each of `rounds` rounds every sample meets another; in a group so small that they suffice, all meet. A pair is
-    shown in both orders, and its credit is the mean, so that a judge that prefers a place gives a tie. Pairs of which
-    a verdict is missing do not count; a sample without any pair fails. The replies of UnifiedReward 2.0, Think, Flex
-    and Edit to pairs are read, asked by their `request_file`.
+    In each of `rounds` rounds every sample meets another of about its strength (a Swiss tournament); in a group so
+    small that they suffice, all meet. A pair is shown in both orders, and its credit is the mean, so that a judge that
+    prefers a place gives a tie. Pairs of which a verdict is missing do not count; a sample without any pair fails. The
+    replies of UnifiedReward 2.0, Think, Flex and Edit to pairs are read, asked by their `request_file`.
     """
 
     Settings = PairwiseSettings
@@ -63,14 +63,14 @@ class PairwiseJudge(SampleJudge, GroupwiseRewardModel):
 
     def judged(self, samples: Sequence[JudgeSample]) -> RewardModelOutput:
         order = list(range(len(samples)))
-        if len(order) - 1 > self.settings.rounds:  # else all meet
+        if full_rounds(len(order)) > self.settings.rounds:  # else all meet
             # In an order of their own, so that who meets whom does not depend on that of the group.
             order.sort(key=lambda index: self._key(samples[index]))
         group = _Group([samples[index] for index in order], self)
-        credits = group.compare(schedule(len(samples), self.settings.rounds))
+        credits = play(len(samples), self.settings.rounds, group.compare)
         values = strengths(len(samples), credits)
         met = [sum(place in pair for pair in credits) for place in range(len(samples))]
-        rates = win_rate(values).tolist()
+        rates = win_rates(values).tolist()
         failures = {index: group.reason(place) for place, index in enumerate(order) if not met[place]}
         places = np.argsort(order).tolist()  # of the samples in that order
         rewards = [math.nan if index in failures else rates[place] for index, place in enumerate(places)]
@@ -201,27 +201,61 @@ def _higher(first: float, second: float) -> float:
 
 
 Pair = tuple[int, int]
+Credits = dict[Pair, float]  # of the first of each pair, 0 to 1
 
 PRIOR = 0.1  # weight of the prior by which strengths are finite, beside one comparison each
 
 
-def schedule(count: int, rounds: int) -> list[Pair]:
-    """Return the pairs of the first `rounds` rounds of a tournament of all against all: in each all meet another.
+def play(count: int, rounds: int, compare: Callable[[Sequence[Pair]], Mapping[Pair, float]]) -> Credits:
+    """Return the credits of a Swiss tournament of `rounds` rounds, or of all pairs where as many rounds hold them.
 
-    One stays in its place, and the others turn around it; of an odd number another one rests in each round.
+    In each round everyone meets someone of about the same strength whom he has not met, but for a few left over.
+    `compare` returns the credits of pairs that could be compared.
     """
-    circle = [*range(count), *([-1] * (count % 2))]  # whoever meets -1 rests
+    if full_rounds(count) <= rounds:
+        return dict(compare(list(combinations(range(count), 2))))
+    credits: Credits = {}
+    met: set[Pair] = set()
+    for _ in range(rounds):
+        pairs = _next_pairs(strengths(count, credits), met)
+        met.update(pairs)
+        credits.update(compare(pairs))
+    return credits
+
+
+def full_rounds(count: int) -> int:
+    """Return the rounds of a tournament in which all meet."""
+    return count - 1 + count % 2
+
+
+def _next_pairs(values: np.ndarray, met: set[Pair]) -> list[Pair]:
+    """Return new pairs of neighbours in strength, each in the order of the group.
+
+    Of an odd number one of those who met most rests, the weakest of them. Some, at the end, may find nobody new.
+    """
+    order = sorted(range(len(values)), key=lambda i: (-values[i], i))
+    if len(order) % 2:
+        meetings = np.bincount(np.array(sorted(met), dtype=int).reshape(-1), minlength=len(order))
+        order.remove(max(reversed(order), key=lambda i: meetings[i]))
     pairs: list[Pair] = []
-    for _ in range(min(rounds, len(circle) - 1)):
-        half = len(circle) // 2
-        for one, other in zip(circle[:half], reversed(circle[half:]), strict=True):
-            if min(one, other) >= 0:
-                pairs.append((min(one, other), max(one, other)))
-        circle = [circle[0], circle[-1], *circle[1:-1]]
+    while order:
+        first = order.pop(0)
+        if (second := next((other for other in order if _pair(first, other) not in met), None)) is not None:
+            order.remove(second)
+            pairs.append(_pair(first, second))
     return pairs
 
 
+def _pair(first: int, second: int) -> Pair:
+    return (first, second) if first < second else (second, first)
+
+
 def strengths(count: int, credits: Mapping[Pair, float]) -> np.ndarray:
-    """Return the strengths θ[count] of the Bradley-Terry model P(i beats j) = σ(θi - θj), by the first's credits."""
+    """Return the strengths θ[count] of the Bradley-Terry model P(i beats j) = σ(θi - θj)."""
     rows = [np.eye(count)[first] - np.eye(count)[second] for first, second in credits]
     return fit(np.array(rows).reshape(-1, count), np.array(list(credits.values())), np.full(count, PRIOR))[0]
+
+
+def win_rates(values: np.ndarray) -> np.ndarray:
+    """Return the chance of each to beat another of the group: [N] in [0, 1]."""
+    return (logistic(values[:, None] - values[None, :]).sum(axis=1) - 0.5) / max(1, len(values) - 1)
