@@ -12,6 +12,7 @@ BENCHMARKS = {
     "frames": "labelled frames collected, classifiers of them trained and used",
     "frames_rl": "policies rewarded by frames, by the true success and by both, over three seeds",
     "serving": "the reward service: its throughput, its latency, and groups of candidates",
+    "outputs": "ratings, criteria, steps and progress learned from procedural pictures whose reward is known",
     "sweep": "several checkpoints over one data set, against their forward passes alone",
     "evaluation": "pairs with all interventions, against without; the report of 100,000 pairs",
     "epoch": "a training with its loader, against its steps alone",

@@ -17,7 +17,7 @@ from benchmarks import harness, runs
 from benchmarks.harness import Row, row
 from vlmrm.modeling import load_for_training, load_processor
 from vlmrm.training import train
-from vlmrm.training.losses import PreferenceLoss, pair_weights
+from vlmrm.training.losses import Objective, judged_weights
 
 PAIRS, BATCH = 160, 4
 LIMIT = 1.10
@@ -55,7 +55,7 @@ class Steps:
         self.model = load_for_training(base, dtype=torch.float32, attn_implementation="sdpa", seed=0).train()
         self.batches = runs.batches(runs.collator(self.model, load_processor(base)), data, BATCH)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        self.loss = PreferenceLoss()
+        self.loss = Objective()
 
     @property
     def count(self) -> int:
@@ -65,8 +65,8 @@ class Steps:
         """Return the wall-clock seconds of a step, the mean over all batches."""
         started = time.perf_counter()
         for part in itertools.chain.from_iterable(batch["parts"] for batch in self.batches):
-            scores = self.model(**part["inputs"][0]).logits.squeeze(-1)
-            losses = self.loss(scores, part["pairs"], pair_weights(part["pairs"]))
+            scores = self.model(**part["inputs"][0]).logits
+            losses = self.loss(scores, part["pairs"], judged_weights(part["pairs"]))
             torch.stack(list(losses.values())).sum().backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()

@@ -99,6 +99,8 @@ DATA = {
     "Sources": (
         "dataset_path",
         "columns",
+        "outputs",
+        "total",
         "dataset_split",
         "dataset_weights",
         "max_train_samples",

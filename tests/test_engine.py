@@ -90,8 +90,8 @@ def test_logits_have_a_gradient_and_scores_need_none(engine, renderer, rows):
     rendered = [renderer.render(conversation) for conversation in conversations_of(rows)]
     work = engine(max_tokens_per_batch=100)
     logits = work.logits(rendered)
-    assert logits.tolist() == [score_of(item) for item in rendered]
-    [gradient] = torch.autograd.grad(logits[3], work.model.weight)
+    assert logits.squeeze(1).tolist() == [score_of(item) for item in rendered]
+    [gradient] = torch.autograd.grad(logits[3, 0], work.model.weight)
     assert gradient.item() == score_of(rendered[3])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Generator
@@ -22,7 +23,7 @@ from vlmrm.formats import LAYOUTS, LAYOUTS_TO_SCORE
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRICS
 from vlmrm.plugins import load_plugins, without_plugins
-from vlmrm.training.losses import PAIR_LOSSES, PreferenceLoss
+from vlmrm.training.losses import PAIR_LOSSES, Objective
 
 MINE = """
 from dataclasses import replace
@@ -107,9 +108,18 @@ def test_a_configuration_names_plugins_for_process_and_children(mine, tmp_path, 
     [arguments] = parse([EvaluationArguments], str(tmp_path / "mine.yaml"), "eval")
     assert arguments.interventions == ["empty_answers"]
     assert os.environ[plugins.VARIABLE] == str(tmp_path / mine)
-    values = {"chosen": 0, "rejected": 1, "irrelevant": False, "margin": 0.0, "tie": False, "weight": 1.0}
+    values = {
+        "chosen": 0,
+        "rejected": 1,
+        "irrelevant": False,
+        "margin": 0.0,
+        "tie": False,
+        "weight": 1.0,
+        "output": 0,
+        "target": math.nan,
+    }
     pairs = {name: torch.tensor([value]) for name, value in values.items()}
-    loss = PreferenceLoss(pair_loss="hinge")(torch.tensor([0.25, 0.0]), pairs, torch.ones(2))
+    loss = Objective(pair_loss="hinge")(torch.tensor([[0.25], [0.0]]), pairs, torch.ones(2))
     assert loss["preference"] == 0.75
 
 

@@ -114,10 +114,8 @@ def reader(tmp_path, tiny_checkpoint, tiny_reward_model, monkeypatch):
     lists = [{"prompt": "What is this?", "images": ["cat.jpg"], "responses": ["A cat.", "A dog."], "scores": [1, 0]}]
     write_rows(tmp_path / "my_lists.jsonl", lists)
     write_rows(tmp_path / "candidates.jsonl", [{key: row[key] for key in row if key != "scores"} for row in lists])
-    ratings = ["prompt,image,response,rating"]
-    ratings += [
-        f"What is this?,cat.jpg,{answer},{stars}" for answer in ("A cat.", "A dog.") for stars in (len(answer), 2)
-    ]
+    ratings = ["prompt,image,response,helpful,clear"]
+    ratings += [f"What is this?,cat.jpg,{answer},{it},{it}" for answer in ("A cat.", "A dog.") for it in (5, 2)]
     (tmp_path / "my_ratings.csv").write_text("\n".join(ratings))
     for engine in ("zero2.json", "fsdp2.json"):
         shutil.copy(ROOT / engine, tmp_path)

@@ -246,7 +246,7 @@ def _value(where: str, value: Any, action: argparse.Action, kinds: Set[Any]) -> 
             raise ConfigError(f"{where} takes a value, not a mapping: remove the lines indented under it.")
         return value
     if isinstance(value, (list, tuple)):
-        if list not in kinds:
+        if list not in kinds and action.nargs != "+":  # a mapping of the command line is words NAME=VALUE
             raise ConfigError(f"{where} takes one value, not a list.")
         return [_scalar(where, item, action) for item in value]
     value = _scalar(where, value, action)

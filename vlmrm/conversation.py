@@ -256,7 +256,8 @@ class Judgement:
 
     answers: tuple[int, ...]  # indices of the judged ones
     values: tuple[float, ...]  # one for each of them
-    kind: Literal["preference", "rating"] = "preference"  # only of a rating, differences of values mean something
+    # Only of a preference do differences of values mean nothing. A correctness or a progress is from 0 to 1.
+    kind: Literal["preference", "rating", "correctness", "progress"] = "preference"
     margin: float | None = None  # by how much the better was preferred, in log-odds: the loss subtracts it
     weight: float = 1.0  # in the loss and in means
     dimension: str | None = None  # the criterion, where the data say it
@@ -336,15 +337,7 @@ class Comparison:
 
     def agreed(self) -> list[Pair]:
         """Return the pairs that some judgement compares, each once, as the judgements have it together."""
-        if len(self.judgements) == 1:
-            return self.judgements[0].pairs()
-        leads: dict[tuple[int, int], list[float]] = {}
-        for judgement, share in zip(self.judgements, _shares(self.judgements), strict=True):
-            rated = sorted(zip(judgement.answers, judgement.values, strict=True))
-            for (i, a), (j, b) in combinations(rated, 2):
-                leads.setdefault((i, j), []).append(share * (a - b))
-        summed = {pair: round(math.fsum(parts), 9) for pair, parts in leads.items()}  # opposites of equal weight tie
-        return [Pair(i, j, tie=not lead) if lead >= 0 else Pair(j, i, tie=False) for (i, j), lead in summed.items()]
+        return agreed_pairs(self.judgements)
 
     def is_pair(self) -> bool:
         """Return whether there are exactly two answers."""
@@ -385,6 +378,19 @@ class Outcome:
             raise RowError("an outcome is a score or an error: give one of them")
         if self.score is not None and not (isinstance(self.score, (int, float)) and math.isfinite(self.score)):
             raise RowError(f"its score is {self.score}: look for broken weights")
+
+
+def agreed_pairs(judgements: Sequence[Judgement]) -> list[Pair]:
+    """Return the pairs that some of these compares, each once, as they have it together."""
+    if len(judgements) == 1:
+        return judgements[0].pairs()
+    leads: dict[tuple[int, int], list[float]] = {}
+    for judgement, share in zip(judgements, _shares(judgements), strict=True):
+        rated = sorted(zip(judgement.answers, judgement.values, strict=True))
+        for (i, a), (j, b) in combinations(rated, 2):
+            leads.setdefault((i, j), []).append(share * (a - b))
+    summed = {pair: round(math.fsum(parts), 9) for pair, parts in leads.items()}  # opposites of equal weight tie
+    return [Pair(i, j, tie=not lead) if lead >= 0 else Pair(j, i, tie=False) for (i, j), lead in summed.items()]
 
 
 def _mean(judgements: Sequence[Judgement], count: int) -> Judgement:

@@ -11,12 +11,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from vlmrm.batching import Batch, ComparisonCollator, Part, to_device
 from vlmrm.batching.collator import plain_worker_errors
 from vlmrm.batching.pieces import log_cut
 from vlmrm.errors import RowError, ScoreError, finite_or_error
+from vlmrm.modeling.head import named_numbers, total_of
+from vlmrm.outputs import ONE, Outputs
 from vlmrm.rendering import ProcessedMedia, Rendered
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class ScoredRow:
     id: str
     scores: list[float] = field(default_factory=list)
     altered: dict[str, list[float]] = field(default_factory=dict)
+    outputs: dict[str, list[float]] = field(default_factory=dict)  # of a model of several, each branch's value by name
     error: RowError | None = None
     failed: dict[str, str] = field(default_factory=dict)
     verdicts: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
@@ -43,7 +46,7 @@ class ScoredRow:
 class Engine:
     """A reward model with the collator of its inputs. A score does not depend on the rest of its batch."""
 
-    model: Any  # returns `logits` [N, 1] for a batcher's inputs; in distributed training the wrapped model
+    model: Any  # returns `logits` [N, C] for a batcher's inputs; in distributed training the wrapped model
     collator: ComparisonCollator
     device: torch.device | None = None  # of the inputs; by default the model's
     prefixes: PrefixCache | None = None  # kept between calls; scores that need a gradient do without
@@ -53,13 +56,13 @@ class Engine:
         return self.collator.interventions
 
     def forward(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Return the raw logits [N], float32, of a batcher's inputs; differentiable where gradients are enabled."""
-        return self.model(**to_device(inputs, self.device or self.model.device)).logits.squeeze(-1).float()
+        """Return the logits [N, C], float32, of a batcher's inputs; differentiable where gradients are enabled."""
+        return self.model(**to_device(inputs, self.device or self.model.device)).logits.float()
 
     def logits(self, rendered: Sequence[Rendered]) -> torch.Tensor:
-        """Return the raw logits [N], float32, of conversations in their order; differentiable as `forward`."""
+        """Return the logits [N, C], float32, of conversations in their order; differentiable as `forward`."""
         if not rendered:
-            return torch.zeros(0)
+            return torch.zeros(0, self.outputs.columns)
         parts = self.collator.split([[item] for item in rendered])
         logits = torch.cat([self._logits_of([rendered[n] for n in part]) for part in parts])
         return logits[torch.tensor([n for part in parts for n in part]).argsort().to(logits.device)]
@@ -72,6 +75,10 @@ class Engine:
         self.prefixes.keep(inputs)
         return logits
 
+    @property
+    def outputs(self) -> Outputs:
+        return self.collator.outputs
+
     @torch.inference_mode()
     def score(self, items: Sequence[Item], render: Render[Item]) -> list[float | RowError]:
         """Return the raw score of each item in order, or its error; a bad item does not stop the rest.
@@ -83,8 +90,14 @@ class Engine:
     @torch.inference_mode()
     def score_rendered(self, items: Sequence[Rendered | RowError]) -> list[float | RowError]:
         """Return the raw score of each rendered item in order, or its error."""
-        scores = map(finite_or_error, self.logits([item for item in items if isinstance(item, Rendered)]).tolist())
-        return [next(scores) if isinstance(item, Rendered) else item for item in items]
+        return [item if isinstance(item, RowError) else self.outputs.total(item) for item in self.outputs_of(items)]
+
+    @torch.inference_mode()
+    def outputs_of(self, items: Sequence[Rendered | RowError]) -> list[dict[str, float] | RowError]:
+        """Return the value of each output by name for each rendered item in order, or its error."""
+        logits = self.logits([item for item in items if isinstance(item, Rendered)])
+        named = iter(named_numbers(self.outputs, logits))
+        return [_finite(next(named)) if isinstance(item, Rendered) else item for item in items]
 
     @torch.inference_mode()
     def rows(self, dataset: Any, *, batch_size: int, num_workers: int = 0) -> Iterator[ScoredRow]:
@@ -92,15 +105,13 @@ class Engine:
 
         The rows of a batch are sorted by index; those that the collator drops have an error.
         """
-        # Two workers would both read a stream from its start.
-        workers = min(num_workers, 1) if isinstance(dataset, IterableDataset) else num_workers
-        loader = DataLoader(dataset, batch_size=batch_size, collate_fn=self.collator, num_workers=workers)
+        loader = DataLoader(dataset, batch_size=batch_size, collate_fn=self.collator, num_workers=num_workers)
         with plain_worker_errors():
             for batch in loader:
                 yield from self.score_batch(batch)
 
     def scores(self, part: Part) -> torch.Tensor:
-        """Return the raw logits [N], float32, of a part of a batch, differentiable as `forward`."""
+        """Return the logits [N, C], float32, of a part of a batch, differentiable as `forward`."""
         log_cut(*part["cut"], self.collator.max_tokens_per_batch)
         logits = torch.cat([self.forward(inputs) for inputs in part["inputs"]])
         return logits[part["order"].to(logits.device)]
@@ -115,10 +126,16 @@ class Engine:
         return sorted(rows, key=lambda row: row.index)
 
     def _score_part(self, part: Part) -> list[ScoredRow]:
-        scores = iter(self.scores(part).tolist())
+        logits = self.scores(part)
+        scores = iter(total_of(self.outputs, logits).tolist())
+        named = iter(named_numbers(self.outputs, logits) if self.outputs != ONE else ())
         table = part["rows"]
         counts = zip(table["index"].tolist(), table["id"], table["branches"].tolist(), strict=True)
-        rows = {index: ScoredRow(index, row_id, [*islice(scores, count)]) for index, row_id, count in counts}
+        rows = {}
+        for index, row_id, count in counts:
+            values = [*islice(named, count)]
+            by_name = {name: [of[name] for of in values] for name in (values[0] if values else ())}
+            rows[index] = ScoredRow(index, row_id, [*islice(scores, count)], outputs=by_name)
         for index, name, count in part["altered"]:
             rows[index].altered[name] = [*islice(scores, count)]
         return [checked(row) for row in rows.values()]
@@ -138,10 +155,15 @@ def rendered_each(
     return rendered
 
 
+def _finite(values: dict[str, float]) -> dict[str, float] | RowError:
+    errors = (finite_or_error(value, name) for name, value in values.items())
+    return next((error for error in errors if isinstance(error, ScoreError)), values)
+
+
 def checked(row: ScoredRow) -> ScoredRow:
     """Return the row, or its error when one of its scores is not finite."""
     altered = {f"{name} score": scores for name, scores in row.altered.items()}
-    for label, scores in {"score": row.scores, **altered}.items():
+    for label, scores in {"score": row.scores, **row.outputs, **altered}.items():
         for score in scores:
             if isinstance(error := finite_or_error(score, label, row.id), ScoreError):
                 return ScoredRow(row.index, row.id, error=error)

@@ -16,7 +16,7 @@ from vlmrm.conversation import Comparison, Image, Judgement, Message
 from vlmrm.data.comparisons import IrrelevantQueries
 from vlmrm.errors import MediaError, RowError
 from vlmrm.rendering import Rendered, Renderer
-from vlmrm.training.losses import PreferenceLoss, pair_weights
+from vlmrm.training.losses import Objective, judged_weights
 
 
 def comparison(
@@ -75,7 +75,7 @@ def test_several_raters_are_soft_labels(processor):
     assert (pairs["chosen"].tolist(), pairs["rejected"].tolist()) == ([0, 1], [1, 0])
     assert pairs["outvoted"].tolist() == [False, True]
     scores = torch.tensor([0.3, -0.9])
-    loss = PreferenceLoss()(scores, pairs, pair_weights(pairs))["preference"]
+    loss = Objective()(scores[:, None], pairs, judged_weights(pairs))["preference"]
     win = torch.sigmoid(scores[0] - scores[1])
     torch.testing.assert_close(loss, -(0.75 * win.log() + 0.25 * (1 - win).log()))
     assert not only_part(collator(processor)(rows(comparison("p", {"yes": 1, "no": 0}))))["pairs"]["outvoted"].any()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -22,7 +23,7 @@ from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling import load_for_training, load_processor
 from vlmrm.modeling.attention import batcher_for
 from vlmrm.rendering import Renderer
-from vlmrm.training.losses import PreferenceLoss, pair_weights
+from vlmrm.training.losses import Objective, judged_weights
 from vlmrm.training.step import passes_of
 
 
@@ -103,12 +104,13 @@ def part_of(batcher, rendered, pairs, pieces) -> dict:
         "pairs": {
             **{"chosen": chosen, "rejected": rejected, "tie": of_none, "irrelevant": of_none},
             **{"margin": torch.full([len(pairs)], 0.25), "weight": torch.ones(len(pairs))},
+            **{"output": torch.zeros(len(pairs), dtype=torch.long), "target": torch.full([len(pairs)], math.nan)},
         },
     }
 
 
 def loss_of(scores, part):
-    terms = PreferenceLoss(center_coefficient=0.1)(scores, part["pairs"], pair_weights(part["pairs"]))
+    terms = Objective(center_coefficient=0.1)(scores, part["pairs"], judged_weights(part["pairs"]))
     return torch.stack(list(terms.values())).sum()
 
 
@@ -119,7 +121,7 @@ def step(model, part) -> tuple[torch.Tensor, list[torch.Tensor], float]:
     scores, loss = [], 0.0
 
     def forward(inputs):
-        return model(**inputs).logits.squeeze(-1)
+        return model(**inputs).logits
 
     for each in passes_of(part, loss_of, torch.no_grad()(forward), torch.device("cpu")):
         scores.append(forward(each.inputs))

@@ -23,5 +23,5 @@ def samples() -> list[dict]:
 def test_samples_are_read_and_cover_every_layout():
     rows = samples()
     for row in rows:
-        assert len(read_row(row, "docs", lambda reference: reference).answers) >= 2
+        assert len(read_row(row, "docs", lambda reference: reference, outputs=None).answers) >= 2
     assert {detect_layout(row).name for row in rows} == {layout.name for layout in LAYOUTS}

@@ -196,7 +196,7 @@ def test_a_placeholder_without_its_media_is_text(media):
 @pytest.mark.parametrize(
     ("answers", "scores", "reason"),
     [
-        (["a"], [1], "needs two"),
+        (["a"], [1], "learns from pairs"),
         (["a", "b"], [1], "2 answers"),
         (["a", "b"], [1, math.nan], "finite"),
         (["a", "b"], [1, "2"], "write a number"),

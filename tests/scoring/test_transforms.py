@@ -7,7 +7,16 @@ import pytest
 from scipy import special, stats
 
 from vlmrm.errors import CheckpointError, ConfigError, RewardError
-from vlmrm.scoring.transforms import TRANSFORMS, Normalization, rank, sigmoid, transform_named, win_rate, zscore
+from vlmrm.scoring.transforms import (
+    TRANSFORMS,
+    Normalization,
+    rank,
+    scale_of,
+    sigmoid,
+    transform_named,
+    win_rate,
+    zscore,
+)
 
 GROUPS = [[0.3], [1.0, -2.0], [0.5, 0.5, 3.0, -1.0, 0.5], list(np.random.default_rng(0).normal(size=40) * 9)]
 
@@ -51,8 +60,19 @@ def test_saved_normalisation_is_the_checkpoint_s():
     normalised = transform_named("normalized", {"reward_mean": 2.0, "reward_std": 4.0})
     assert normalised([2.0, 10.0, 0.0]).tolist() == [0.0, 2.0, -0.5]
     assert normalised == Normalization(2.0, 4.0)
-    with pytest.raises(CheckpointError, match=r"outputs/best has no reward_mean .*vlmrm eval"):
+    with pytest.raises(CheckpointError, match=r"outputs/best has no scale for normalized .*vlmrm eval"):
         transform_named("normalized", {"reward_mean": 2.0, "reward_std": None}, "outputs/best")
+
+
+def test_percentiles_and_probabilities_are_of_reference_scores():
+    scores = np.random.default_rng(0).normal(2.0, 3.0, 5000)
+    scale = scale_of(scores, "some", temperature=1.5)
+    shares = transform_named("percentile", scale)([-100.0, 2.0, 5.0, 100.0])
+    assert shares == pytest.approx([0.0, 0.5, 0.841, 1.0], abs=0.02)
+    better = transform_named("probability", scale)([np.median(scores), np.median(scores) + 1.5])
+    assert better == pytest.approx([0.5, 1 / (1 + np.exp(-1))], abs=1e-6)
+    with pytest.raises(CheckpointError, match="no scale for probability"):
+        transform_named("probability", scale_of(scores, "some", None))
 
 
 def test_names_are_those_of_the_table():

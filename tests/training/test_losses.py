@@ -7,44 +7,44 @@ import math
 import pytest
 import torch
 
-from vlmrm.training.losses import PreferenceLoss, bradley_terry_tie, pair_weights, rao_kupper_tie, rao_kupper_win
+from vlmrm.batching.collator import PAIR_TYPES
+from vlmrm.training.losses import Objective, bradley_terry_tie, judged_weights, rao_kupper_tie, rao_kupper_win
 
 
 def pairs_of(rows: list[tuple]) -> dict[str, torch.Tensor]:
-    """rows of (chosen, rejected, margin, weight, tie, irrelevant)"""
-    names = ("chosen", "rejected", "margin", "weight", "tie", "irrelevant")
-    columns = zip(*rows, strict=True)
-    dtypes = (torch.long, torch.long, torch.float32, torch.float32, torch.bool, torch.bool)
-    return {n: torch.tensor(c, dtype=d) for n, c, d in zip(names, columns, dtypes, strict=True)}
+    """rows of (chosen, rejected, margin, weight, tie, irrelevant), and of an output and a target where they differ"""
+    names = ("chosen", "rejected", "margin", "weight", "tie", "irrelevant", "output", "target")
+    columns = zip(*((*row, 0, math.nan)[: len(names)] if len(row) < len(names) else row for row in rows), strict=True)
+    return {name: torch.tensor(column, dtype=PAIR_TYPES[name]) for name, column in zip(names, columns, strict=True)}
 
 
-SCORES = torch.tensor([1.5, -0.5, 0.25, 2.0], dtype=torch.float64)
+SCORES = torch.tensor([[1.5], [-0.5], [0.25], [2.0]], dtype=torch.float64)
 
 
-def total(loss: PreferenceLoss, scores: torch.Tensor, pairs: dict[str, torch.Tensor]) -> float:
-    return sum(loss(scores, pairs, pair_weights(pairs)).values()).item()
+def total(loss: Objective, scores: torch.Tensor, pairs: dict[str, torch.Tensor]) -> float:
+    return sum(loss(scores, pairs, judged_weights(pairs)).values()).item()
 
 
 def test_bradley_terry_is_mean_negative_log_sigmoid():
     pairs = pairs_of([(0, 1, 0, 1, 0, 0), (2, 3, 0, 1, 0, 0)])
     expected = (math.log1p(math.exp(-2.0)) + math.log1p(math.exp(1.75))) / 2
-    assert total(PreferenceLoss(), SCORES, pairs) == pytest.approx(expected, rel=1e-6)
+    assert total(Objective(), SCORES, pairs) == pytest.approx(expected, rel=1e-6)
 
 
 def test_equal_scores_cost_ln_2():
     pairs = pairs_of([(0, 1, 0, 1, 0, 0)])
-    assert total(PreferenceLoss(), torch.zeros(2), pairs) == pytest.approx(math.log(2))
+    assert total(Objective(), torch.zeros(2, 1), pairs) == pytest.approx(math.log(2))
 
 
 def test_a_margin_is_subtracted_from_the_difference():
     pairs = pairs_of([(0, 1, 0.75, 1, 0, 0)])
-    assert total(PreferenceLoss(), SCORES, pairs) == pytest.approx(math.log1p(math.exp(-1.25)), rel=1e-6)
+    assert total(Objective(), SCORES, pairs) == pytest.approx(math.log1p(math.exp(-1.25)), rel=1e-6)
 
 
 def test_weights_make_a_weighted_mean():
     pairs = pairs_of([(0, 1, 0, 3, 0, 0), (2, 3, 0, 1, 0, 0)])
     expected = (3 * math.log1p(math.exp(-2.0)) + math.log1p(math.exp(1.75))) / 4
-    assert total(PreferenceLoss(), SCORES, pairs) == pytest.approx(expected, rel=1e-6)
+    assert total(Objective(), SCORES, pairs) == pytest.approx(expected, rel=1e-6)
 
 
 def test_rao_kupper_probabilities_sum_to_one():
@@ -57,8 +57,8 @@ def test_rao_kupper_probabilities_sum_to_one():
 def test_zero_tie_threshold_makes_ties_half_wins():
     pairs = pairs_of([(0, 1, 0, 1, 1, 0)])
     expected = 0.5 * (math.log1p(math.exp(-2.0)) + math.log1p(math.exp(2.0)))
-    assert total(PreferenceLoss(), SCORES, pairs) == pytest.approx(expected, rel=1e-6)
-    assert total(PreferenceLoss(tie_threshold=0.4), SCORES, pairs) == pytest.approx(
+    assert total(Objective(), SCORES, pairs) == pytest.approx(expected, rel=1e-6)
+    assert total(Objective(tie_threshold=0.4), SCORES, pairs) == pytest.approx(
         rao_kupper_tie(torch.tensor(2.0), 0.4).item(), rel=1e-6
     )
 
@@ -68,45 +68,45 @@ def test_irrelevant_loss_is_weighted_and_least_at_ties():
     assert bradley_terry_tie(torch.tensor(1.0)) > bradley_terry_tie(torch.tensor(0.0))
     preference = (0, 1, 0, 1, 0, 0)
     pairs = pairs_of([preference, (2, 3, 0, 1, 1, 1)])
-    parts = PreferenceLoss(irrelevant_weight=0.3)(SCORES, pairs, pair_weights(pairs))
+    parts = Objective(irrelevant_weight=0.3)(SCORES, pairs, judged_weights(pairs))
     d = 1.75
     expected = -0.5 * 0.3 * (math.log(1 / (1 + math.exp(-d))) + math.log(1 / (1 + math.exp(d))))
     assert parts["irrelevant"].item() == pytest.approx(expected, rel=1e-6)
-    assert parts["preference"].item() == pytest.approx(total(PreferenceLoss(), SCORES, pairs_of([preference])))
+    assert parts["preference"].item() == pytest.approx(total(Objective(), SCORES, pairs_of([preference])))
 
 
 def test_irrelevant_pairs_make_a_weighted_mean():
     pairs = pairs_of([(0, 1, 0, 1, 1, 1), (2, 3, 0, 3, 1, 1)])
     expected = (bradley_terry_tie(torch.tensor(2.0)) + 3 * bradley_terry_tie(torch.tensor(1.75))) / 4
-    assert total(PreferenceLoss(), SCORES, pairs) == pytest.approx(expected.item(), rel=1e-6)
+    assert total(Objective(), SCORES, pairs) == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_scores_of_half_precision_are_compared_in_float32():
     pairs = pairs_of([(0, 1, 0.1, 1, 0, 0), (2, 3, 0, 1, 1, 1)])
-    loss = PreferenceLoss(tie_threshold=0.4, center_coefficient=0.01)
+    loss = Objective(tie_threshold=0.4, center_coefficient=0.01)
     assert total(loss, SCORES.bfloat16(), pairs) == total(loss, SCORES.float(), pairs)
 
 
 def test_centring_adds_the_square_of_the_sum():
     pairs = pairs_of([(0, 1, 0, 1, 0, 0)])
-    parts = PreferenceLoss(center_coefficient=0.01)(SCORES, pairs, pair_weights(pairs))
+    parts = Objective(center_coefficient=0.01)(SCORES, pairs, judged_weights(pairs))
     assert parts["center"].item() == pytest.approx(0.01 * 1.0**2, rel=1e-6)
 
 
 def test_the_loss_ignores_how_steps_are_split():
     rows = [(0, 1, 0, 1, 0, 0), (0, 2, 0.5, 2, 0, 0), (1, 2, 0, 1, 1, 0), (3, 2, 0, 1, 1, 1)]
     unsplit = pairs_of(rows)
-    loss = PreferenceLoss(irrelevant_weight=0.5, center_coefficient=0.01)
+    loss = Objective(irrelevant_weight=0.5, center_coefficient=0.01)
     parts = [pairs_of(rows[:1]), pairs_of(rows[1:])]
-    totals = pair_weights(unsplit)
+    totals = judged_weights(unsplit)
     split = sum(sum(loss(SCORES, part, totals).values()).item() for part in parts)
     assert split == pytest.approx(total(loss, SCORES, unsplit), rel=1e-6)
 
 
 def test_batches_without_pairs_have_zero_loss_and_gradient():
-    scores = torch.tensor([3.0], requires_grad=True)
+    scores = torch.tensor([[3.0]], requires_grad=True)
     empty = {name: tensor[:0] for name, tensor in pairs_of([(0, 0, 0, 1, 0, 0)]).items()}
-    parts = PreferenceLoss(center_coefficient=0.1)(scores, empty, torch.tensor([0.0, 0.0]))
+    parts = Objective(center_coefficient=0.1)(scores, empty, torch.tensor([0.0, 0.0]))
     value = sum(parts.values())
     value.backward()
     assert value.item() == 0.0

@@ -10,6 +10,7 @@ from benchmarks import flops
 from benchmarks.shapes import Pair, configuration, reward_model, training
 from tests.runs import colour_lists
 from vlmrm.training import step
+from vlmrm.training.losses import Objective
 from vlmrm.training.step import Operations
 
 
@@ -18,9 +19,10 @@ def test_figures_count_pairs_that_people_judged():
     names = ("tie", "outvoted", "irrelevant")
     pairs = {name: torch.arange(5) == 2 + i for i, name in enumerate(names)}
     pairs |= {"chosen": torch.tensor([0, 1, 2, 1, 3]), "rejected": torch.tensor([1, 2, 3, 0, 0])}
-    figures = step.StepFigures()
+    pairs |= {"output": torch.zeros(5, dtype=torch.long), "target": torch.full([5], torch.nan)}
+    figures = step.StepFigures(Objective())
     part: dict = {"pairs": pairs, "rows": {"branches": torch.tensor([3])}}
-    figures.add(torch.tensor([3.0, 1.0, 2.0, 0.0]), part, {}, torch.tensor(0.0))
+    figures.add(torch.tensor([[3.0], [1.0], [2.0], [0.0]]), part, {}, torch.tensor(0.0))
     figures.read()
     logged = figures.flush(Accelerator(cpu=True))
     assert (logged["accuracy"], logged["margin"], logged["irrelevant_margin"]) == (0.5, 0.5, -3.0)

@@ -7,7 +7,9 @@ A batch is a dictionary that the trainer moves to the device as it is:
                  budget; a forward answers one score for each of its conversations
         order    [N] which of the forwards' scores, one after another, is each score of the part
         cut      tokens and patches of a part of several forwards: what they would be in one, and what they are
-        pairs    [N] tensors over pairs of conversations: chosen, rejected (indices), margin, weight, tie, irrelevant
+        pairs    [N] tensors over what is judged: the pairs of conversations chosen and rejected (indices), with their
+                 margin, weight, tie, irrelevant, and the number of their output; of a rating both are the one that is
+                 rated, and its share of the output's range is the target
         rows     of the comparisons [R]: index (in the data set), branches (number of their own scores), id (a list)
         altered  (index, name of the intervention, number of scores) of each altered comparison
     counts   numbers for the logs: tokens, pairs
@@ -20,8 +22,9 @@ those of irrelevant queries.
 from __future__ import annotations
 
 import logging
+import math
 import re
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypedDict
@@ -29,10 +32,11 @@ from typing import Any, Protocol, TypedDict
 import torch
 
 from vlmrm.batching.media import join
-from vlmrm.conversation import Comparison, Conversation, Message
+from vlmrm.conversation import Comparison, Conversation, Judgement, Message, agreed_pairs
 from vlmrm.data.comparisons import IrrelevantQueries, best_and_worst
 from vlmrm.errors import RowError, VlmrmError
 from vlmrm.measures.interventions import Intervention, alterations
+from vlmrm.outputs import ONE, Outputs
 from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
 
 # The reference batch: one padded row per conversation, each with its own copy of every image.
@@ -166,6 +170,8 @@ PAIR_TYPES = {
     "tie": torch.bool,
     "irrelevant": torch.bool,
     "outvoted": torch.bool,  # of a rater whom the mean of all contradicts: in the loss, but not in the accuracy
+    "output": torch.long,
+    "target": torch.float32,  # NaN of a pair
 }
 
 KILLED_WORKER = (
@@ -189,6 +195,7 @@ class ComparisonCollator:
     overlong: str | None = None  # drop
     bad_rows: str = "error"
     irrelevant: IrrelevantQueries | None = None
+    outputs: Outputs = ONE
     # By name, what to score beside a comparison. Rows with a key `sampled` are altered, and may have `donors`.
     interventions: Mapping[str, Intervention] = field(default_factory=dict)
     # In shared memory, so that workers see the epoch that the trainer sets.
@@ -237,21 +244,15 @@ class ComparisonCollator:
 
     def _part(self, units: Sequence[_RenderedComparison]) -> Part:
         rendered = [item for unit in units for item in unit.branches]
-        pairs: list[tuple[int, int, float, float, bool, bool, bool]] = []  # in the order of PAIR_TYPES
+        pairs: list[tuple[Any, ...]] = []  # in the order of PAIR_TYPES
         start = 0
         for unit in units:
-            agreed = {*unit.comparison.agreed()}
-            for judgement in unit.comparison.judgements:
-                for pair in judgement.pairs():
-                    chosen, rejected, tie = pair
-                    margin = 0.0 if tie or judgement.margin is None else judgement.margin
-                    outvoted = not tie and pair not in agreed
-                    pairs.append((start + chosen, start + rejected, margin, judgement.weight, tie, False, outvoted))
+            pairs += self._judged(unit.comparison, start)
             start += len(unit.branches)
         altered = [(unit.index, name, len(items)) for unit in units for name, items in unit.altered.items()]
         rendered += [item for unit in units for items in unit.altered.values() for item in items]
         for better, worse, weight in (pair for unit in units for pair in unit.irrelevant):
-            pairs.append((len(rendered), len(rendered) + 1, 0.0, weight, True, True, False))
+            pairs.append((len(rendered), len(rendered) + 1, 0.0, weight, True, True, False, 0, math.nan))
             rendered += [better, worse]
         columns = list(zip(*pairs, strict=True)) or [()] * len(PAIR_TYPES)
         return {
@@ -268,6 +269,23 @@ class ComparisonCollator:
             },
             "altered": altered,
         }
+
+    def _judged(self, comparison: Comparison, start: int) -> Iterator[tuple[Any, ...]]:
+        """Yield what judgements say of a comparison's branches, which begin at `start`, in rows of `PAIR_TYPES`."""
+        by_output: dict[int, list[tuple[Judgement, list[float] | None]]] = {}
+        for judgement in comparison.judgements:
+            output, targets = self.outputs.targets(judgement)
+            by_output.setdefault(output, []).append((judgement, targets))
+        for output, judged in by_output.items():
+            agreed = {*agreed_pairs([judgement for judgement, _ in judged])}
+            for judgement, targets in judged:
+                for answer, target in zip(judgement.answers, targets or (), strict=targets is not None):
+                    branch = start + answer
+                    yield branch, branch, 0.0, judgement.weight, False, False, False, output, target
+                for pair in judgement.pairs() if targets is None else ():
+                    margin = 0.0 if pair.tie or judgement.margin is None else judgement.margin
+                    both, outvoted = (start + pair.chosen, start + pair.rejected), not pair.tie and pair not in agreed
+                    yield *both, margin, judgement.weight, pair.tie, False, outvoted, output, math.nan
 
     def _forwards(self, rendered: list[Rendered], whole: bool) -> Forwards:
         """Return the forwards of a part's conversations: one, or pieces where they are over the budget."""
@@ -336,6 +354,8 @@ class ComparisonCollator:
         irrelevant.remember(comparisons)
         unit_of = {id(unit.comparison): unit for unit in units}
         for unit in units:
+            if len(unit.comparison.answers) < 2:
+                continue
             answers = [unit.comparison.answers[i] for i in best_and_worst(unit.comparison)]
             for donor in irrelevant.donors(unit.comparison, comparisons, epoch):
                 try:

@@ -16,6 +16,7 @@ from vlmrm.data.columns import parse_columns
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.libraries import needs
 from vlmrm.logs import counted, say
+from vlmrm.outputs import ONE
 
 if TYPE_CHECKING:
     from vlmrm.scoring.offline import OfflineJob
@@ -88,7 +89,9 @@ def score(
             return
         best = max(answers, key=lambda answer: answer["score"])
         for answer in answers:
-            say(f"{answer['score']:+9.4f}  {answer['answer']}{'  <- best' if answer is best else ''}")
+            outputs = ", ".join(f"{name} {value:.4g}" for name, value in answer.get("outputs", {}).items())
+            named = f"  ({outputs})" if outputs else ""
+            say(f"{answer['score']:+9.4f}  {answer['answer']}{named}{'  <- best' if answer is best else ''}")
         return
     if prompt is not None:
         raise ConfigError("--prompt and --input both say what to score: give one of them.")
@@ -129,6 +132,7 @@ def _score_answers(
     for picture in [*(medium.reference for medium in media_of(prompt)), *images]:
         image_size(picture)  # a model takes minutes to load, and would then find it missing
     from vlmrm.scoring.loading import is_address, load_scorer
+    from vlmrm.scoring.protocol import all_scores, conversations_of
 
     if url is not None:
         if not is_address(url):
@@ -139,13 +143,18 @@ def _score_answers(
     else:
         raise ConfigError("there is nothing to score with: give --model CHECKPOINT, or --url http://host:port.")
     answers = [*responses, *(Message.of("assistant", Image(path)) for path in images)]
+    names = [*responses, *images]
+    local: Any = scorer
+    if (outputs := getattr(scorer, "outputs", ONE)) != ONE:
+        [group] = conversations_of([(prompt, answers)])
+        rows = zip(names, all_scores(local.score_outputs(group)), strict=True)
+        return [{"answer": n, "score": outputs.total(it), "outputs": it, "digest": scorer.digest} for n, it in rows]
     try:
         [scores] = scorer.score_groups([(prompt, answers)])
     except ConfigError as error:
         if url is None or "choose from" not in str(error):
             raise
         raise ConfigError(f"{str(error).rstrip('.')} with --model NAME.") from error  # the rewards of a service
-    names = [*responses, *images]
     return [
         {"answer": name, "score": score, "digest": scorer.digest} for name, score in zip(names, scores, strict=True)
     ]

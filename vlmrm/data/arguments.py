@@ -6,10 +6,12 @@ import logging
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, cast
 
-from vlmrm.data.columns import Columns, parse_columns
+from vlmrm.data.columns import Columns, parse_columns, parse_names, read_columns
 from vlmrm.errors import ConfigError
+from vlmrm.formats.verdicts import FIGURES
+from vlmrm.outputs import Outputs, check_names
 from vlmrm.settings import check_least, key
 
 logger = logging.getLogger("vlmrm")
@@ -61,6 +63,22 @@ class DataArguments:
             "`ignore=COLUMN` reads nothing of one. In a file a mapping.",
         },
     )
+    outputs: dict[str, str] | str | None = field(
+        default=None,
+        metadata={
+            "nargs": "+",
+            "help": "What the model answers, as NAME=KIND: preference, gaussian, `rating LOW-HIGH`, `ordinal LOW-HIGH`"
+            ", correctness or progress; columns of these names hold values of answers. In a file a mapping. Default: "
+            "one preference.",
+        },
+    )
+    total: dict[str, float] | str | None = field(
+        default=None,
+        metadata={
+            "nargs": "+",
+            "help": "Weights of outputs in the one number of the model, as NAME=WEIGHT. Default: the first alone.",
+        },
+    )
     images: str | None = key(
         None,
         "`required`: a row without an image or video is wrong; `none`: a row with one is. Default: both are right.",
@@ -95,6 +113,11 @@ class DataArguments:
         """The mapping `columns`, of our names to those of the data."""
         return parse_columns(self.columns) or {}
 
+    @property
+    def named_outputs(self) -> Outputs:
+        """The outputs of the model that is trained or judged."""
+        return Outputs.parse(*(cast(Any, it) for it in (self.outputs, self.total)))
+
     def input_record(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of `INPUT_KEYS`; lengths only where longer answers have a score, trimmed."""
         kept = [name for name in INPUT_KEYS if name not in ("max_seq_length", "overlong") or self.overlong == "trim"]
@@ -115,7 +138,10 @@ class DataArguments:
         return shown
 
     def __post_init__(self):
-        self.columns = parse_columns(self.columns)
+        self.outputs, self.total = (parse_names(key, getattr(self, key)) for key in ("outputs", "total"))
+        names = self.named_outputs.named
+        check_names(names, read_columns() - FIGURES)
+        self.columns = parse_columns(self.columns, names)
         # YAML users write one path as a plain string.
         for name in ("dataset_path", "eval_dataset_path", "path_rewrites"):
             if isinstance(getattr(self, name), str):

@@ -45,7 +45,7 @@ def canonical(comparison: Comparison) -> Comparison:
     if len(comparison.judgements) > 1:
         return comparison
     judgement = comparison.judgement
-    if judgement.kind == "rating":
+    if judgement.kind != "preference":
         return comparison
     ranks = tuple(-float(_rank(value, comparison.ratings)) for value in comparison.ratings)
     order = tuple(range(len(ranks)))
@@ -61,7 +61,7 @@ def write_row(comparison: Comparison, store: Store = lambda reference, kind: ref
     for pair in (True, False):
         with suppress(RowError):
             row = _row(comparison, pair, lambda reference, kind: reference)
-            if canonical(read_row(row, comparison.id, lambda reference: reference)) == comparison:
+            if canonical(read_row(row, comparison.id, lambda it: it, outputs=None)) == comparison:
                 return _row(comparison, pair, store)
     raise RowError("the canonical form cannot express it: see docs/data.md", comparison.id)
 
@@ -75,13 +75,16 @@ def _row(comparison: Comparison, pair: bool, store: Store) -> dict[str, Any]:
 
     row: dict[str, Any] = {"id": comparison.id, "prompt": written(comparison.prompt) or None}
     judgement, values, answers = comparison.judgement, comparison.ratings, [*map(written, comparison.answers)]
-    ranked = len(comparison.judgements) == 1 and judgement.kind == "preference"
+    # One judgement that columns of scores or ranks say in full.
+    plain = len(comparison.judgements) == 1 and judgement.kind in ("preference", "rating")
+    plain = plain and len(answers) > 1 and judgement.dimension is None
+    ranked = plain and judgement.kind == "preference"
     if pair and ranked and comparison.is_pair():
         row |= {"chosen": answers[0], "rejected": answers[1], "tie": True if values[0] == values[1] else None}
     else:
         ratings = {"ranks": [_rank(value, values) for value in values]} if ranked else {"scores": [*values]}
         row |= {"prompt": row["prompt"] or [], "responses": answers, **ratings}
-    if len(comparison.judgements) == 1:
+    if plain:
         row |= {"margin": judgement.margin, "weight": None if judgement.weight == 1 else judgement.weight}
     else:
         row["judgements"] = [asdict(it) for it in comparison.judgements]

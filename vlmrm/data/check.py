@@ -17,7 +17,7 @@ from vlmrm.data.duplicates import Repeat, Repeats
 from vlmrm.data.media import media_key, media_name, open_image, open_video
 from vlmrm.data.tables import Source
 from vlmrm.errors import DataError, MediaError, RowError
-from vlmrm.formats import detect_layout
+from vlmrm.formats import LAYOUTS, LAYOUTS_TO_SCORE, detect_layout
 from vlmrm.logs import counted
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def check_data(
                 report.wrong += 1
                 if len(report.wrong_rows) < MAX_LISTED:
                     report.wrong_rows.append((error.row_id or getattr(row, "id", "?"), error.reason))
-        report.sources += map(_describe_source, reader_of(dataset).sources)
+        report.sources += [_describe_source(it, arguments.named_outputs.named) for it in reader_of(dataset).sources]
     report.images, report.videos = (sum(kind == it for it in kinds.values()) for kind in ("image", "video"))
     report.image_sizes = [size for size in opened.values() if isinstance(size, tuple)]
     return report
@@ -138,9 +138,9 @@ def _open(medium: Medium, opened: dict[str, tuple[int, int] | MediaError | None]
         raise MediaError(error.reason)
 
 
-def _describe_source(source: Source) -> str:
-    layout = detect_layout(source.columns)
-    unread = [name for name in source.columns if name not in layout.columns() | SPECIAL]
+def _describe_source(source: Source, outputs: frozenset[str]) -> str:
+    layout = detect_layout(source.columns, LAYOUTS_TO_SCORE if outputs else LAYOUTS)
+    unread = [name for name in source.columns if name not in layout.columns() | SPECIAL | outputs]
     unread += [name for name, new in source.names.items() if new == IGNORE]
     read = f"{source.name}: {counted(len(cast('Dataset', source.table)), 'row')}, read as {layout.name}"
     return f"{read}\n  columns that are not read: {', '.join(unread)}" if unread else read

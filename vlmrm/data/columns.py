@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -31,26 +31,25 @@ METADATA = "metadata"
 FILE_NAME = re.compile(r"(?:(?P<column>.+)_)?file_names?")
 
 
-def parse_columns(value: Sequence[str] | str | Mapping[str, str | list[str]] | None) -> Columns | None:
-    """Return a mapping of our names of columns to those of the data; a text or list holds `NAME=COLUMN`.
+def parse_columns(value: Any, outputs: Collection[str] = ()) -> Columns | None:
+    """Return a mapping of our names of columns, those of docs/data.md and of outputs, to those of the data.
 
     The name `ignore` has a list of columns.
     """
     if value is None:
         return None
-    words = [value] if isinstance(value, str) else value
-    pairs = words.items() if isinstance(words, Mapping) else map(_pair, words)
+    known = read_columns().union(outputs)
     columns: Columns = {}
     ignored: list[str] = []
-    for name, column in _flat(pairs):
+    for name, column in _flat(_named("columns", value)):
         if not isinstance(column, str) or not column or not isinstance(name, str):
             raise ConfigError(f"columns holds {name}: {column!r}, which names no column: {WRITE}.")
-        if name not in read_columns() and name != IGNORE:
-            if column in read_columns() or column == IGNORE:
+        if name not in known and name != IGNORE:
+            if column in known or column == IGNORE:
                 raise ConfigError(
                     f"columns holds {name}={column}: write {column}={name}, the name of docs/data.md first."
                 )
-            near = did_you_mean(name, sorted(read_columns()), ": write NAME=COLUMN, with a name of docs/data.md.")
+            near = did_you_mean(name, sorted(known), ": write NAME=COLUMN, with a name of docs/data.md.")
             raise ConfigError(f"columns reads {column} as {name}, which no layout has{near}")
         if name in columns:
             raise ConfigError(f"columns names {name} twice ({columns[name]} and {column}): keep one.")
@@ -70,11 +69,26 @@ def _flat(pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
         yield from ((name, column) for column in columns)
 
 
-def _pair(word: Any) -> tuple[str, str]:
-    name, separator, column = str(word).partition("=")
+def parse_names(key: str, value: Any) -> dict[str, Any] | None:
+    """Return a key that is a mapping: the text or list of a command line holds `NAME=VALUE`."""
+    if value is None:
+        return None
+    pairs = [*_named(key, value)]
+    if len(mapping := dict(pairs)) < len(pairs):
+        raise ConfigError(f"{key} names one thing twice: keep one.")
+    return mapping
+
+
+def _named(key: str, value: Any) -> Iterable[tuple[Any, Any]]:
+    words = [value] if isinstance(value, str) else value
+    return words.items() if isinstance(words, Mapping) else [_pair(key, word) for word in words]
+
+
+def _pair(key: str, word: Any) -> tuple[str, str]:
+    name, separator, value = str(word).partition("=")
     if not separator:
-        raise ConfigError(f"columns holds {word!r}: {WRITE}.")
-    return name.strip(), column.strip()
+        raise ConfigError(f"{key} holds {word!r}: {WRITE if key == 'columns' else f'write NAME=VALUE in {key}'}.")
+    return name.strip(), value.strip()
 
 
 def choose_names(path: str, present: Collection[str], columns: Mapping[str, str | list[str]]) -> dict[str, str]:

@@ -30,7 +30,7 @@ from vlmrm.data.rows import ReadRow, read_or_error, read_row
 from vlmrm.data.tables import InMemory, Source, first_rows, load_sources, read_cells
 from vlmrm.errors import ConfigError, DataError, RowError, UnreadColumnError
 from vlmrm.files import content_digests, visible_files
-from vlmrm.formats import LAYOUTS, detect_layout
+from vlmrm.formats import LAYOUTS, LAYOUTS_TO_SCORE, detect_layout
 from vlmrm.formats.layout import Layout
 from vlmrm.logs import progress
 
@@ -83,8 +83,9 @@ def load_comparisons(
         rows = load_comparisons(["pairs.jsonl"], arguments=DataArguments(image_root="images"))
         rows[0]["comparison"].pairs()
     """
-    groups = open_groups(paths, split, arguments, streaming)
-    read = partial(read_row, images=arguments.images)
+    layouts = LAYOUTS_TO_SCORE if arguments.named_outputs.named else LAYOUTS
+    read = partial(read_row, images=arguments.images, outputs=arguments.named_outputs)
+    groups = open_groups(paths, split, arguments, streaming, read, layouts)
     if streaming:
         return stream_comparisons(
             groups, weights=weights, limit=limit, seed=arguments.split_seed, buffer=arguments.shuffle_buffer, read=read
@@ -107,6 +108,7 @@ def open_groups(
     """
     opened = load_sources(paths, split, streaming, arguments.bad_rows, arguments.column_names, layouts)
     groups = [with_path_rules(sources, arguments) for sources in opened]
+    named = arguments.named_outputs.named
     for group in groups:
         checked: set[frozenset[str]] = set()
         for source, rule in group:
@@ -122,7 +124,7 @@ def open_groups(
                     raise DataError(f"{source.name}: {comparison.reason}")
                 if isinstance(comparison, Comparison) and isinstance(cells, dict):
                     present = {name for name, value in cells.items() if value is not None} - {MALFORMED}
-                    unread |= present - detect_layout(present, layouts).columns() - SPECIAL
+                    unread |= present - named - detect_layout(present, layouts).columns() - SPECIAL
             if unread:
                 logger.warning("%s: not read: %s", source.name, ", ".join(f"`{name}`" for name in sorted(unread)))
         if not checked:

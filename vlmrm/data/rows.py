@@ -31,6 +31,8 @@ from vlmrm.errors import DataError, RowError, UnreadColumnError, or_error
 from vlmrm.formats import LAYOUTS, LAYOUTS_TO_SCORE, detect_layout
 from vlmrm.formats.layout import MEDIA, Layout, ParsedRow, Row, require_list
 from vlmrm.formats.texts import PLACEHOLDERS
+from vlmrm.formats.verdicts import VERDICTS, verdicts_on
+from vlmrm.outputs import ONE, Outputs
 from vlmrm.settings import nearest
 
 Resolve = Callable[[Any], Any]  # turns a media reference of a row into one that can be opened from anywhere
@@ -39,9 +41,15 @@ ReadRow = Callable[[Mapping[str, Any], str, Resolve], Comparison]  # a function 
 JUDGEMENT = tuple(it.name for it in fields(Judgement))
 
 
-def read_row(row: Mapping[str, Any], row_id: str, resolve: Resolve, images: str | None = None) -> Comparison:
-    """Return the preferences of a row; `images` refuses one without media (`required`) or with any (`none`)."""
-    comparison = _read(row, row_id, resolve, LAYOUTS, judged=True)
+def read_row(
+    row: Mapping[str, Any], row_id: str, resolve: Resolve, images: str | None = None, outputs: Outputs | None = ONE
+) -> Comparison:
+    """Return the judgements of a row; `images` refuses one without media (`required`) or with any (`none`).
+
+    Columns called like one of `outputs` hold values of its answers. What trains none of these is refused, unless None.
+    """
+    layouts = LAYOUTS_TO_SCORE if outputs is not None and outputs.named else LAYOUTS
+    comparison = _read(row, row_id, resolve, layouts, True, outputs)
     media = [medium for talk in comparison.conversations() for medium in media_of(talk.messages)] if images else []
     if images is None or bool(media) == (images == "required"):
         return comparison
@@ -71,11 +79,21 @@ def read_or_error(
 
 
 def _read(
-    row: Mapping[str, Any], row_id: str, resolve: Resolve, layouts: Sequence[Layout], judged: bool
+    row: Mapping[str, Any],
+    row_id: str,
+    resolve: Resolve,
+    layouts: Sequence[Layout],
+    judged: bool,
+    outputs: Outputs | None = None,
 ) -> Comparison:
     if row.get(MALFORMED):
         raise RowError(row[MALFORMED], row_id)
     cells = {name: value for name, value in row.items() if value is not None and name != MALFORMED}
+    named = outputs.named & cells.keys() if outputs else frozenset()
+    words = {
+        name for name in named if isinstance(cells[name], str)
+    }  # which compare two answers, for the layout to read
+    rated = {name: cells.pop(name) for name in named - words}
     row_id = str(cells.get("id", row_id))
     with with_row_id(row_id):
         layout = detect_layout(cells, layouts)
@@ -86,23 +104,42 @@ def _read(
         answers = tuple(resolve_media(answer, resolve) for answer in parsed.answers())
         comparison = Comparison(row_id, prompt, answers)
         if judged:
-            if parsed.unjudged:
+            if parsed.unjudged and not named:
                 raise RowError(f"{parsed.unjudged}: remove the row, or leave such rows out with bad_rows: skip")
-            judgements = _judgements(parsed, cells, len(answers))
-            _check_answers(answers)
+            judgements = () if parsed.unjudged else _judgements(parsed, cells, len(answers))
+            if outputs is not None and named:
+                if not words.isdisjoint(VERDICTS):  # the layout's own verdict is one of them
+                    judgements = tuple(it for it in judgements if it.dimension is not None)
+                by_name = [
+                    *outputs.judgements(rated, len(answers)),
+                    *(it for n in words for it in verdicts_on(cells, n)),
+                ]
+                judgements = _with_named(judgements, by_name, outputs)
+            _check_answers(answers, outputs is not None and None in [outputs.targets(it)[1] for it in judgements])
             read = layout.columns() - parsed.figures | SPECIAL
             extra = {name: it for name, it in cells.items() if name not in read and isinstance(it, (str, int, float))}
             category = str(cells["category"]) if "category" in cells else None
             comparison = replace(comparison, judgements=judgements, category=category, columns=extra)
             if not judgements:
                 raise RowError("`judgements` is empty: fill it in or remove the row")
-            if any(len(judgement.answers) < 2 for judgement in judgements):
-                raise RowError("it has a judgement of one answer: a preference needs two, remove it")
             if any(not tie and answers[i] == answers[j] for i, j, tie in comparison.pairs()):
                 raise RowError("the same answer is listed twice with different scores: keep one of them")
         _check_no_paths(answers, cells, resolve)
         _check_all_read(cells, layout, parsed, comparison, resolve)
         return comparison
+
+
+def _with_named(judgements: Sequence[Judgement], by_name: list[Judgement], outputs: Outputs) -> tuple[Judgement, ...]:
+    """Return judgements with those of columns named like outputs; one output must not be judged by both."""
+    dimensions = {it.dimension for it in by_name}
+    others = [it for it in judgements if it.dimension not in dimensions]
+    for judgement in others:
+        if (name := outputs.names[outputs.index(judgement)]) in dimensions:
+            raise RowError(
+                f"it judges {name} by the column of this name and once more: name another output for that, or leave "
+                f"its column out with --columns {IGNORE}=COLUMN"
+            )
+    return (*others, *by_name)
 
 
 @contextmanager
@@ -151,18 +188,18 @@ def _read_judgement(written: Any) -> Judgement:
     answers, _ = (require_list(written[name], name) for name in ("answers", "values"))
     if any(isinstance(answer, bool) or not isinstance(answer, int) for answer in answers):
         raise RowError(f"a judgement is of the answers {shorten(answers)}: write their numbers, from 0")
-    if written.get("kind", "preference") not in ("preference", "rating"):
-        raise RowError(f"a judgement is of the kind {written['kind']!r:.40}: write preference or rating")
+    if written.get("kind", "preference") not in (kinds := ("preference", "rating", "correctness", "progress")):
+        raise RowError(f"a judgement is of the kind {written['kind']!r:.40}: write one of {', '.join(kinds)}")
     return Judgement(**{name: value for name, value in written.items() if value is not None})
 
 
-def _check_answers(answers: Sequence[Messages]) -> None:
-    if len(answers) < 2:
+def _check_answers(answers: Sequence[Messages], compared: bool) -> None:
+    if compared and len(answers) < 2:
         raise RowError(f"it has {len(answers)} answer(s): a preference needs two, remove the row")
     for number, answer in enumerate(answers, 1):
         if not any(message.text.strip() or message.media for message in answer):
             raise RowError(f"answer {number} is empty: fill it in or remove the row")
-    if all(_trimmed(answer) == _trimmed(answers[0]) for answer in answers[1:]):
+    if compared and all(_trimmed(answer) == _trimmed(answers[0]) for answer in answers[1:]):
         raise RowError("the answers are the same, so nothing can be preferred: remove the row")
 
 

@@ -124,7 +124,7 @@ class EvaluationArguments(ComputeArguments):
     fail_under: float | None = key(None, "Exit with status 6 when the best checkpoint's `metric_for_best` is below.")
     save_normalization: bool = key(
         True,
-        "Save mean and spread of the scores with the best checkpoint, in its `reward_model.json`; nothing "
+        "Save the scale of the scores with the best checkpoint, in its `reward_model.json`; nothing "
         "else of it changes.",
     )
     watch: bool = key(False, "Wait for checkpoints, and evaluate each as soon as a training has saved it.")

@@ -15,6 +15,7 @@ from vlmrm.evaluation.schema import Best, Row
 from vlmrm.measures.analysis import metric as figure_of
 from vlmrm.measures.intervals import Estimate, Figure, numbered, spread, with_ends
 from vlmrm.measures.metrics import METRICS
+from vlmrm.measures.outputs import OF_OUTPUT
 from vlmrm.measures.pairs import PairArrays
 
 CATEGORY, BENCHMARK = "accuracy/", "benchmark/"
@@ -49,7 +50,7 @@ class Criterion:
     sets: tuple[str, ...] = ()
 
     def __post_init__(self):
-        named = self.metric.startswith((CATEGORY, BENCHMARK))
+        named = self.metric.startswith((CATEGORY, BENCHMARK)) or OF_OUTPUT.fullmatch(self.metric)
         choosable = [metric.name for metric in METRICS.values() if metric.better]  # each has a standard error
         if not named and self.metric not in choosable:
             raise ConfigError(
@@ -66,7 +67,9 @@ class Criterion:
 
     @property
     def higher_is_better(self) -> bool:
-        return self.metric not in METRICS or METRICS[self.metric].better == "higher"
+        if self.metric in METRICS:
+            return METRICS[self.metric].better == "higher"
+        return not self.metric.endswith("_error")
 
     def ranked(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows that have the figure, the best first; of equal ones the one with fewer steps.
@@ -169,7 +172,9 @@ class Criterion:
             return {f"{CATEGORY}{name}": figures["preference_accuracy"] for name, figures in categories.items()}
         if self.metric.startswith(BENCHMARK):
             return {f"{BENCHMARK}{name}": figure for name, figure in row.get("benchmark", {}).items()}
-        return cast(Mapping[str, Any], row["statistics"]["overall"])
+        outputs = row.get("outputs", {}).items()
+        by_output = {f"{output}_{name}": value for output, of in outputs for name, value in of.items()}
+        return {**by_output, **cast(Mapping[str, Any], row["statistics"]["overall"])}
 
     def number(self, row: Row, part: str) -> float:
         """Return `value`, `low`, `high` or `standard_error` of the row's figure, NaN where there is none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,8 +26,10 @@ from vlmrm.evaluation.suite import OpenSet
 from vlmrm.logs import progress
 from vlmrm.measures.analysis import analyse
 from vlmrm.measures.donors import BLOCKS, Traits, donors_of, is_sampled, traits_of
+from vlmrm.measures.outputs import output_figures
 from vlmrm.measures.pairs import ScoredComparisons, pair_table, scored_frame
 from vlmrm.modeling import provenance
+from vlmrm.outputs import ONE, Outputs
 
 logger = logging.getLogger("vlmrm")
 
@@ -139,8 +141,10 @@ def _line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
-def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tuple[dict[str, Any], pd.DataFrame]:
-    """Return the figures of one open entry on one data set, and the scored pairs."""
+def measure(
+    entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun
+) -> tuple[dict[str, Any], pd.DataFrame | None]:
+    """Return the figures of one open entry on one data set, and the scored pairs, where there are any."""
     args, processes, definition = run.args, run.processes, data.definition
     result = evaluate(
         scorer,
@@ -156,15 +160,23 @@ def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tu
     if not result.comparisons:
         raise DataError(f"none of the {len(data.dataset)} rows could be scored: the first was {result.dropped[0]}.")
     if result.comparisons not in data.tables:
-        data.tables[result.comparisons] = pair_table(result.comparisons, definition.group_by, definition.cluster_by)
-        say_clusters(data.tables[result.comparisons].frame)
+        data.tables[result.comparisons] = pair_table(
+            result.comparisons, definition.group_by, definition.cluster_by, run.data_args.named_outputs
+        )
+        if len(data.tables[result.comparisons].frame):
+            say_clusters(data.tables[result.comparisons].frame)
     table = data.tables[result.comparisons]
-    frame = scored_frame(result, model=entry.model, checkpoint=entry.checkpoint, step=entry.step, table=table)
-    add_verdicts(frame, result)
-    if data.leakage is not None:
-        frame["by/leaked"] = np.where(frame["comparison_id"].isin(data.leakage.leaked), "yes", "no")
-    statistics = cast(Statistics, analyse(frame))
-    figures: dict[str, Any] = {**table_figures(statistics["overall"]), "dropped_rows": len(result.dropped)}
+    figures: dict[str, Any] = {"dropped_rows": len(result.dropped)}
+    if (outputs := run.data_args.named_outputs) != ONE:
+        figures["outputs"] = output_figures(outputs, result.comparisons, with_outputs(entry, outputs, result.outputs))
+    statistics, frame = Statistics(overall={}, category={}, by={}, audit=[]), None
+    if len(table.frame):
+        frame = scored_frame(result, model=entry.model, checkpoint=entry.checkpoint, step=entry.step, table=table)
+        add_verdicts(frame, result)
+        if data.leakage is not None:
+            frame["by/leaked"] = np.where(frame["comparison_id"].isin(data.leakage.leaked), "yes", "no")
+        statistics = cast(Statistics, analyse(frame))
+        figures = {**table_figures(statistics["overall"]), **figures}
     if result.dropped:
         counts = f"{len(result.dropped)} of {len(data.dataset)}"
         logger.warning("%s: %s rows are left out, the first because: %s", entry.path, counts, result.dropped[0])
@@ -175,7 +187,7 @@ def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tu
             if (names, reason) not in run.warnings:  # said once; the rows of other entries have it too
                 run.warnings.add((names, reason))
                 logger.warning("%s: no %s: %s", entry.path, names, reason)
-    if definition.benchmark is not None:
+    if definition.benchmark is not None and frame is not None:
         estimates = definition.benchmark.estimate(frame)
         figures["benchmark"] = {name: estimate._asdict() for name, estimate in estimates.items()}
     made = provenance({})
@@ -188,6 +200,17 @@ def measure(entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun) -> tu
         **scorer.origin(),
     }
     return {**figures, "statistics": statistics, "provenance": came_from}, frame
+
+
+def with_outputs(
+    entry: Entry, outputs: Outputs, values: Sequence[Mapping[str, Sequence[float]]]
+) -> Sequence[Mapping[str, Sequence[float]]]:
+    """Return the values of each output, once it is sure that the entry answers all of them."""
+    if missing := [name for name in outputs.names if name not in values[0]]:
+        raise CheckpointError(
+            f"{entry.path} has no output {missing[0]}: it answers {', '.join(values[0]) or 'one number'}."
+        )
+    return values
 
 
 def evaluate(
@@ -231,6 +254,7 @@ def evaluate(
         dropped=[row.error for row in gathered if row.error is not None],
         failed=[row.failed for row in kept],
         verdicts=[row.verdicts for row in kept],
+        outputs=[row.outputs for row in kept],
     )
 
 

@@ -22,6 +22,7 @@ from vlmrm.measures.metrics import METRICS
 from vlmrm.measures.pairs import candidates_of, read_pairs
 
 # The columns that the framework's specification names.
+COUNTS = ("pairs", "ratings")  # of the figures of outputs
 FIRST = ["preference_accuracy", "average_margin", "margin_std", "sample_count"]
 
 
@@ -116,6 +117,8 @@ def table(rows: Sequence[Row], best: Best | None) -> pd.DataFrame:
     flat = []
     for row in rows:
         line = {name: value for name, value in row.items() if name != "path" and not isinstance(value, dict)}
+        for output, figures in row.get("outputs", {}).items():
+            line |= {f"{output}_{name}": value for name, value in figures.items()}
         if "statistics" in row:
             for name, figures in row["statistics"]["category"].items():
                 line[f"accuracy/{name}"] = figures["preference_accuracy"]["value"]
@@ -145,6 +148,12 @@ def table_figures(overall: Figures) -> dict[str, float]:
 def describe(row: Any) -> str:
     if row["error"]:
         return f"FAILED: {row['error']}"
+    of_outputs = [
+        f"{output} " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if name not in COUNTS)
+        for output, figures in row.get("outputs", {}).items()
+    ]
+    if "preference_accuracy" not in row:
+        return "; ".join(of_outputs)
     equal = f" ({row['score_ties']} of {row['sample_count']} pairs have equal scores)" if row["score_ties"] else ""
     blank = ""
     if "blank_image_accuracy" in row:
@@ -152,7 +161,8 @@ def describe(row: Any) -> str:
         of = f" (of {pairs} pairs)" if pairs != row["sample_count"] else ""
         blank = f", with blank images {row['blank_image_accuracy']:.3f}{of}"
     orders = f", the same in both orders {row['position_consistency']:.3f}" if "position_consistency" in row else ""
-    return f"accuracy {row['preference_accuracy']:.3f}{equal}{blank}{orders}, margin {row['average_margin']:.3f}"
+    accuracy = f"accuracy {row['preference_accuracy']:.3f}{equal}{blank}{orders}, margin {row['average_margin']:.3f}"
+    return "; ".join([accuracy, *of_outputs])
 
 
 def beside_published(name: str, row: Row) -> str:

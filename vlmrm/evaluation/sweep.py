@@ -38,7 +38,8 @@ from vlmrm.evaluation.scorers.checkpoint import CheckpointEntry
 from vlmrm.evaluation.suite import EvaluationSet, OpenSet, evaluation_sets, suite_rows, suite_table
 from vlmrm.files import exclusive_lock, write_file
 from vlmrm.logs import counted, start_log
-from vlmrm.modeling.manifest import COMPLETE, TRAINING_LOCK, find_checkpoints, is_finished, save_normalization
+from vlmrm.modeling.manifest import COMPLETE, TRAINING_LOCK, find_checkpoints, is_finished, save_scale
+from vlmrm.scoring.transforms import scale_of
 
 logger = logging.getLogger("vlmrm")
 INTERVAL = 15.0  # seconds between two searches for new checkpoints
@@ -159,7 +160,9 @@ def conclude(
         data = (
             alone.settings["data"] if alone is not None else digest([it.settings["data"] for it in results.values()])
         )
-        save_scale(best["path"], np.concatenate([it.scores_of(best) for it in results.values()]), data)
+        scores = np.concatenate([it.scores_of(best) for it in results.values() if it.frame is not None] or [[]])
+        fitted = [row["statistics"]["overall"].get("temperature") for row in rows if row["path"] == best["path"]]
+        keep_scale(best["path"], scores, data, next(iter(fitted), None) if alone is not None else None)
     if args.fail_under is not None and (best is None or best["value"] < args.fail_under):
         reached = "no checkpoint has figures" if best is None else f"{best['path']}, the best, has {best['value']:.4f}"
         metric = f"{args.metric_for_best} is below the {args.fail_under} of fail_under"
@@ -168,16 +171,19 @@ def conclude(
     return SweepResult(rows, best, csv, csv.with_suffix(".scores.parquet"), paths, of_sets, unread)
 
 
-def save_scale(path: str, scores: np.ndarray, data: str) -> None:
-    """Save mean and standard deviation of a checkpoint's scores with it, or log why they cannot be."""
+def keep_scale(path: str, scores: np.ndarray, data: str, temperature: Any = None) -> None:
+    """Save with a checkpoint how its scores are distributed, and the temperature of its pairs, or log why not."""
+    if not len(scores):
+        return
     mean, std = float(scores.mean()), float(scores.std())
     if std == 0:
         logger.warning("All %d scores of %s are equal: nothing is saved to normalise by", len(scores), path)
         return
     try:
-        saved = save_normalization(path, mean=mean, std=std, count=len(scores), data=data)
+        fitted = temperature.get("value") if isinstance(temperature, Mapping) else temperature
+        saved = save_scale(path, scale_of(scores, data, fitted))
     except (ConfigError, CheckpointError) as error:
-        logger.warning("The mean and spread of the scores are not saved with the best checkpoint: %s", error)
+        logger.warning("The scale of the scores is not saved with the best checkpoint: %s", error)
         return
     if saved:
         logger.info("Saved with %s: its scores are %.4f ± %.4f on these data", path, mean, std)

@@ -29,6 +29,7 @@ from vlmrm.modeling.head import head_name
 from vlmrm.modeling.loading import load_checkpoint, open_adapter, write_full
 from vlmrm.modeling.manifest import is_adapter, verify_if_listed
 from vlmrm.modeling.reward_model import REWARD_MODELS
+from vlmrm.outputs import ONE
 from vlmrm.rendering import Renderer, limited_size
 
 logger = logging.getLogger("vlmrm")
@@ -48,6 +49,11 @@ def export(model: str | Path, output_folder: str | Path, *, base_model_path: str
         raise CheckpointError(
             f"the head of {model} is {head_name(reward.config.reward_head)}, and others take a linear one without a "
             "bias alone: serve it with vlmrm, or train with head: linear."
+        )
+    if reward.outputs != ONE:
+        raise CheckpointError(
+            f"{model} answers {', '.join(reward.outputs.names)}, which others would read as classes: serve it with "
+            "vlmrm."
         )
     if reward.has_text_positions:
         raise CheckpointError(

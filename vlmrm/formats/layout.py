@@ -13,7 +13,7 @@ from vlmrm.formats.texts import fill, read_prompt
 
 Row: TypeAlias = Mapping[str, Any]  # without its empty cells: a table fills missing columns with None
 
-Kind: TypeAlias = Literal["preference", "rating"]
+Kind: TypeAlias = Literal["preference", "rating", "correctness", "progress"]
 
 CHOSEN, REJECTED = 1.0, 0.0
 MEDIA = frozenset({"image", "images", "video", "videos"})

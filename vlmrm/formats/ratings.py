@@ -141,7 +141,7 @@ RATING_KEYS = ("overall_score", "fine-grained_score", "score", "rating", "annota
     "rated completions",
     any_of=[[("completions",), ("answers",)], [(name,) for name in PROMPTS]],
     optional=[*MEDIA, "system", "img_path"],
-    without=["rejected"],
+    without=["rejected", "labels"],
 )
 def completions(row: Row) -> ParsedRow:
     column = first_of(row, ("completions", "answers"))

@@ -25,6 +25,7 @@ from vlmrm.formats.texts import fill, load_json, read_prompt, read_text, refuse_
 
 # In an OpenRLHF query: a run of placeholders, one for each token of an image; the end of the last turn, with padding.
 PADS = re.compile(r"(<\|?(?:image|video)(?:_pad)?\|?>)\1+")
+UNJUDGED = "nothing says how good its answers are"
 END = re.compile(r"(?:(?:<\|[^<>|]+\|>|</s>)\s*)+$")
 
 
@@ -76,13 +77,14 @@ def prompt_response(row: Row) -> ParsedRow:
     texts = [row["response"]] if "response" in row else require_list(row.get("responses", []), "responses")
     answers = [read_messages(text, "assistant") for text in texts]
     answers += [(image_turn(image),) for image in media_in(row, "image", "response_")]
-    return ParsedRow([(*prompt, *answer) for answer in answers], [0.0] * len(answers), len(prompt))
+    conversations = [(*prompt, *answer) for answer in answers]
+    return ParsedRow(conversations, [0.0] * len(answers), len(prompt), unjudged=UNJUDGED)
 
 
 @layout("conversation", ["messages"], optional=MEDIA)
 def conversation(row: Row) -> ParsedRow:
     messages = with_media(row, read_messages(row["messages"], "user"))
-    return ParsedRow([messages], [0.0], len(Conversation(messages).prompt))
+    return ParsedRow([messages], [0.0], len(Conversation(messages).prompt), unjudged=UNJUDGED)
 
 
 def zip_columns(prompts: Sequence[Any], *columns: Sequence[Any] | None) -> list[tuple[Any, ...]]:

@@ -184,6 +184,15 @@ def _judged(parsed: ParsedRow, row: Row, sides: Sides) -> ParsedRow:
     raise unread or RowError(f"no column says which of `{sides[0]}` and `{sides[1]}` is better")
 
 
+def verdicts_on(row: Row, name: str) -> list[Judgement]:
+    """Return what the words in a column say of the row's two answers in one dimension, of each rater."""
+    sides = next((it for them in (TEXTS, IMAGES, VIDEOS) for it in them if it[0] in row and it[1] in row), None)
+    if sides is None:
+        raise RowError(f"`{name}` holds {shorten(row[name])}: write a number for each answer")
+    verdicts = read_verdicts(row, name, sides)
+    return [Judgement((0, 1), values, weight=1 / len(verdicts), dimension=name) for values in verdicts]
+
+
 def _agreed(row: Row, sides: Sides) -> tuple[list[tuple[float, float]] | None, RowError | None]:
     """Return what the columns of verdicts say, or why the first that is there says nothing.
 

@@ -22,6 +22,7 @@ from vlmrm.measures.donors import cluster_of
 from vlmrm.measures.intervals import AtRows, Figure, Mean, numbered
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.statistics import BestOfN, ReliabilityBin, best_of_n, markup, reliability
+from vlmrm.outputs import ONE, Outputs
 
 SIDES = ("chosen", "rejected")
 COLUMNS = (
@@ -36,7 +37,7 @@ LIST = 3  # candidates from which on a comparison is a ranked list
 class ScoredComparisons:
     """Comparisons with the score of each branch; `dropped` are the rows that could not be scored.
 
-    `altered`, `failed` and `verdicts` are by comparison what `ScoredRow` has.
+    `altered`, `failed`, `verdicts` and `outputs` are by comparison what `ScoredRow` has.
     """
 
     comparisons: Sequence[Comparison] = ()
@@ -45,6 +46,7 @@ class ScoredComparisons:
     dropped: list[RowError] = field(default_factory=list)
     failed: list[dict[str, str]] = field(default_factory=list)
     verdicts: list[Mapping[tuple[int, int], tuple[float, float]]] = field(default_factory=list)
+    outputs: list[Mapping[str, Sequence[float]]] = field(default_factory=list)
 
 
 class Candidates(NamedTuple):
@@ -55,15 +57,19 @@ class Candidates(NamedTuple):
     groups: np.ndarray
 
 
-def scored_pairs(comparisons: Sequence[Comparison], scores: Sequence[Sequence[float]]) -> pd.DataFrame:
+def scored_pairs(
+    comparisons: Sequence[Comparison], scores: Sequence[Sequence[float]], outputs: Outputs = ONE
+) -> pd.DataFrame:
     """Return one row for each pair of each comparison, in order; `scores[i]` has one score a branch.
+
+    Of several `outputs` the pairs are those of judgements by which the total can be measured.
 
     Columns: comparison_id, pair, cluster (see `cluster_of`: the unit of intervals), category, tie, weight; chosen_ and
     rejected_ branch, rating, score.
     """
     rows: list[dict[str, Any]] = []
     for comparison, branch_scores in zip(comparisons, scores, strict=True):
-        for row in _pairs_of(comparison):
+        for row in _pairs_of(comparison, outputs=outputs):
             rows.append(row | {f"{side}_score": branch_scores[row[f"{side}_branch"]] for side in SIDES})
     return pd.DataFrame(rows, columns=pd.Index(["category", *COLUMNS]))
 
@@ -78,7 +84,10 @@ class PairTable:
 
 
 def pair_table(
-    comparisons: Iterable[Comparison], group_by: Sequence[str] = (), cluster_by: str | None = None
+    comparisons: Iterable[Comparison],
+    group_by: Sequence[str] = (),
+    cluster_by: str | None = None,
+    outputs: Outputs = ONE,
 ) -> PairTable:
     """Return the pairs of comparisons, which all models that score them share."""
     absent = set(group_by)
@@ -89,7 +98,7 @@ def pair_table(
         absent -= set(comparison.columns)
         shared = _of_comparison(comparison, group_by)
         answers = list(map(_of_answer, comparison.answers))
-        for row in _pairs_of(comparison, cluster_by):
+        for row in _pairs_of(comparison, cluster_by, outputs):
             for side in SIDES:
                 row |= {f"{side}_{name}": value for name, value in answers[row[f"{side}_branch"]].items()}
             rows.append({**shared, **row})
@@ -154,7 +163,13 @@ def _refuse_unknown(absent: Sequence[str]) -> None:
         )
 
 
-def _pairs_of(comparison: Comparison, cluster_by: str | None = None) -> Iterator[dict[str, Any]]:
+def _pairs_of(
+    comparison: Comparison, cluster_by: str | None = None, outputs: Outputs = ONE
+) -> Iterator[dict[str, Any]]:
+    counted = outputs.counted(comparison)
+    if counted is None:
+        return
+    comparison = counted
     shared = {
         "comparison_id": comparison.id,
         "cluster": cluster_of(comparison, cluster_by),

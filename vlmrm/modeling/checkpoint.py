@@ -45,6 +45,7 @@ from vlmrm.modeling.manifest import (
     weight_names,
 )
 from vlmrm.modeling.reward_model import RewardModel, reward_model_class
+from vlmrm.outputs import ONE, Outputs
 
 logger = logging.getLogger("vlmrm")
 
@@ -55,6 +56,7 @@ def load_for_training(
     path: str | Path,
     *,
     head: str | Mapping[str, Any] | None = None,
+    outputs: Outputs = ONE,
     dtype: str | torch.dtype = "auto",
     attn_implementation: str = "auto",
     revision: str | None = None,
@@ -66,8 +68,9 @@ def load_for_training(
     """Load a vision-language checkpoint with a new head made from `seed`, or a reward model with its trained head.
 
     `head` is `linear`, `mlp`, or as a reward model's configuration describes it; by default a reward model's own, and
-    linear for a new one. `dtype` is a torch type, its name, or `auto` for the stored one; the head is float32 in
-    any case. `check_files` hashes the files that `COMPLETE.json` lists.
+    linear for a new one. `outputs` are of a new head, and must be those of a trained one. `dtype` is a torch type, its
+    name, or `auto` for the stored one; the head is float32 in any case. `check_files` hashes the files that
+    `COMPLETE.json` lists.
     """
     if isinstance(head, str) and head not in HEADS:
         raise ConfigError(f"head is {head!r}: choose one of {', '.join(HEADS)}.")
@@ -82,7 +85,14 @@ def load_for_training(
             f"{path} is a reward model with a {head_name(_head_of(config))} head: set head: {kept}, or start from its "
             "base model."
         )
+    if has_head and (kept := Outputs.of(getattr(config, "reward_outputs", None))) != outputs:
+        written = ", ".join(f"{one.name}: {one.written()}" for one in kept)
+        raise CheckpointError(
+            f"{path} is a reward model with other outputs: write outputs: {{{written}}}, or start from its base model."
+        )
     refuse_separate_head(path, revision)
+    if not has_head and (described := outputs.described()) is not None:
+        config.reward_outputs = described
     config.reward_head = head or (_head_of(config) if has_head else "linear")
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vlmrm.errors import CheckpointError
+from vlmrm.outputs import Output, Outputs
 
 HEADS = ("linear", "mlp")  # those that training makes; imported models bring others
 ACTIVATIONS = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
@@ -70,6 +71,52 @@ class Head:
             for layer in (Float32Linear(before, after), ACTIVATIONS[self.activation]())
         ]
         return nn.Sequential(*layers)
+
+
+def split_columns(outputs: Outputs, logits: torch.Tensor) -> list[torch.Tensor]:
+    """Return the columns of each output in `logits` [N, C], [N, its columns]."""
+    return list(logits.split([output.columns for output in outputs], dim=1))
+
+
+def places(outputs: Outputs, logits: torch.Tensor) -> torch.Tensor:
+    """Return what pairs of each output compare in `logits` [N, C]: a logit, or a mean, [N, K]."""
+    split = zip(outputs, split_columns(outputs, logits), strict=True)
+    return torch.stack([of[:, 0] if output.kind == "gaussian" else of.mean(1) for output, of in split], 1)
+
+
+def numbers(outputs: Outputs, logits: torch.Tensor) -> torch.Tensor:
+    """Return the value of each output for `logits` [N, C], in its range where it has one, [N, K]."""
+    split = zip(outputs, split_columns(outputs, logits), strict=True)
+    return torch.stack([_number(output, of) for output, of in split], 1)
+
+
+def _number(output: Output, columns: torch.Tensor) -> torch.Tensor:
+    if not output.rates:
+        return columns[:, 0]
+    return output.low + (output.high - output.low) * columns.sigmoid().mean(1)
+
+
+def named_numbers(outputs: Outputs, logits: torch.Tensor) -> list[dict[str, float]]:
+    """Return each row of `logits` [N, C] as values by name; a Gaussian output has its deviation beside its mean."""
+    columns = {output.name: column for output, column in zip(outputs, numbers(outputs, logits).T, strict=True)}
+    for output, of_output in zip(outputs, split_columns(outputs, logits), strict=True):
+        if output.kind == "gaussian":
+            columns[f"{output.name}_deviation"] = variance(of_output).sqrt()
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def total_of(outputs: Outputs, logits: torch.Tensor) -> torch.Tensor:
+    """Return the one number of a model for `logits` [N, C]: the weighted sum of its outputs, [N]."""
+    if len(outputs) == 1 and outputs.each[0].weight == 1:
+        return numbers(outputs, logits)[:, 0]
+    weights = torch.tensor([output.weight for output in outputs], device=logits.device)
+    return numbers(outputs, logits) @ weights
+
+
+def variance(columns: torch.Tensor) -> torch.Tensor:
+    """Return the variance of a Gaussian output for its columns [N, 2], [N]."""
+    return nn.functional.softplus(columns[:, 1])
 
 
 def head_name(described: str | Mapping[str, Any]) -> str:

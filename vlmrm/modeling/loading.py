@@ -43,6 +43,7 @@ from vlmrm.modeling.manifest import (
 )
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.modeling.sight import prove_sight
+from vlmrm.outputs import Outputs
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -187,7 +188,8 @@ def open_adapter(
         raise CheckpointError(f"the adapter {path} has no reward head: train it with modules_to_save: [score].")
     hidden = any(name.startswith(f"{PEFT_PREFIX}score_hidden.") for name in saved)
     head = info.get("head") or ("mlp" if hidden else "linear")
-    model = load_for_training(base, head=head, revision=revision, check_files=check_files, **options)
+    outputs = Outputs.of(info.get("outputs"))
+    model = load_for_training(base, head=head, outputs=outputs, revision=revision, check_files=check_files, **options)
     if check_files:
         _check_base(path, base, revision, info.get("base_digest"))
     keep_adapters_names()
@@ -260,5 +262,6 @@ def write_full(
         provenance=info["provenance"],
         shown=info,
         **{name: info.get(name) for name in FIGURES},
+        **({"outputs": described} if (described := model.outputs.described()) else {}),
     )
     write_complete(folder, world_size=1, step=step)

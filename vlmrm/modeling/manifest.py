@@ -49,7 +49,8 @@ SCORING_SUFFIXES = (WEIGHTS, ".json", ".jinja", ".txt", ".model")
 NOT_SCORING = (COMPLETE, "trainer_state.json", "training_settings.json")
 # Keys of `reward_model.json` that change no score: mean and deviation of `reward_count` raw scores on the data with
 # the fingerprint `reward_data`, samples with their scores, and where it came from.
-FIGURES = ("reward_mean", "reward_std", "reward_count", "reward_data", "pinned")
+SCALE = ("reward_mean", "reward_std", "reward_count", "reward_data", "reward_quantiles", "reward_temperature")
+FIGURES = (*SCALE, "pinned")
 NOT_SCORING_KEYS = ("provenance", *FIGURES)
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -224,7 +225,8 @@ def save_reward_files(
     """Write the processor and `reward_model.json` beside weights that are already in `folder`.
 
     `head` is `config.reward_head` of the model, `shown` the `DataArguments.input_record` of the training,
-    `base_digest` the `weights_digest` of the base that an adapter was trained on; `figures` are some of `FIGURES`.
+    `base_digest` the `weights_digest` of the base that an adapter was trained on; `figures` are some of `FIGURES`, and
+    `outputs` where the model has others than one preference.
     """
     folder = Path(folder)
     processor.save_pretrained(folder)
@@ -245,8 +247,8 @@ def save_reward_files(
     )
 
 
-def save_normalization(folder: str | Path, *, mean: float, std: float, count: int, data: str) -> bool:
-    """Write mean and standard deviation of `count` raw scores on `data`, a fingerprint, into `reward_model.json`.
+def save_scale(folder: str | Path, scale: Mapping[str, Any]) -> bool:
+    """Write how a checkpoint's raw scores are distributed on reference data, `SCALE`, into `reward_model.json`.
 
     Returns False, and writes nothing, where the file is missing or has these values already. The checkpoint is
     complete at any moment: first `COMPLETE.json` drops the file, then the file is replaced, then it is listed again.
@@ -255,17 +257,16 @@ def save_normalization(folder: str | Path, *, mean: float, std: float, count: in
     if not folder.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {folder}: it was moved or deleted.")
     info = read_reward_file(folder)
-    statistics = {"reward_mean": mean, "reward_std": std, "reward_count": count, "reward_data": data}
     manifest = verify_if_listed(folder)
-    if info is None or (statistics.items() <= info.items() and (manifest is None or REWARD_FILE in manifest["files"])):
+    if info is None or (scale.items() <= info.items() and (manifest is None or REWARD_FILE in manifest["files"])):
         return False
     path = folder / REWARD_FILE
     if manifest is None:
-        write_json(path, info | statistics)
+        write_json(path, info | dict(scale))
         return True
     files = {name: entry for name, entry in manifest["files"].items() if name != REWARD_FILE}
     write_json(folder / COMPLETE, manifest | {"files": files})
-    write_json(path, info | statistics)
+    write_json(path, info | dict(scale))
     entry = {"bytes": path.stat().st_size, "sha256": content_digest(path)}
     write_json(folder / COMPLETE, manifest | {"files": files | {REWARD_FILE: entry}})
     return True

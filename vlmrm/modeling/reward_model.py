@@ -1,4 +1,4 @@
-"""The reward model: a vision-language backbone with one scalar output, the score, in place of its language head."""
+"""The reward model: a vision-language backbone with scores in place of its language head."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ from vlmrm.modeling.vision import (
     split,
     tower_keywords,
 )
+from vlmrm.outputs import Outputs
 
 logger = logging.getLogger("vlmrm")
 
@@ -63,10 +64,11 @@ relies_on(PreTrainedModel._set_gradient_checkpointing, "gradient_checkpointing_f
 
 
 class RewardModel(PreTrainedModel):
-    """Turns a `<Arch>PreTrainedModel` into an `<Arch>ForSequenceClassification` with one output, the score.
+    """Turns a `<Arch>PreTrainedModel` into an `<Arch>ForSequenceClassification` whose logits are scores.
 
-    `model` is the backbone; `score` maps the hidden state of a conversation's last token to its score. The hidden
-    layers of `config.reward_head`, where it has some, are `score_hidden`, before it. Both stay in float32.
+    `model` is the backbone; `score` maps the hidden state of a conversation's last token to its scores, those of
+    `outputs` (`config.reward_outputs`). The hidden layers of `config.reward_head`, where it has some, are
+    `score_hidden`, before it. Both stay in float32.
     `config.reward_positions` is `text` for a model that was trained with images at the positions of text.
     """
 
@@ -90,7 +92,8 @@ class RewardModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["score", "score_hidden"]  # noqa: RUF012
 
     def __init__(self, config: PreTrainedConfig):
-        config.num_labels = 1
+        self.outputs = Outputs.of(getattr(config, "reward_outputs", None))
+        config.num_labels = 1  # of which TRL's trainer takes no other number
         config.problem_type = "regression"
         config.reward_head = getattr(config, "reward_head", "linear")
         super().__init__(config)
@@ -104,7 +107,8 @@ class RewardModel(PreTrainedModel):
         head = Head.of(config.reward_head, width)
         if head.hidden:
             self.score_hidden = head.hidden_layers(width)
-        self.score = Float32Linear([width, *head.hidden][-1], 1, bias=head.bias)
+        bias = head.bias or any(output.rates for output in self.outputs)  # of pairs only differences mean something
+        self.score = Float32Linear([width, *head.hidden][-1], self.outputs.columns, bias=bias)
         touch_vision_experts(self)
         towers = existing_parts(self.model, self.family.towers)
         attend_by_segments(self.model, towers)
@@ -135,7 +139,7 @@ class RewardModel(PreTrainedModel):
         branch_ends: torch.Tensor | None = None,
         **inputs: Any,
     ) -> SequenceClassifierOutputWithPast:
-        """Return scores as `logits[N, 1]`, float32: one per row of `input_ids[B, T]`, or per `branch_ends[N]`.
+        """Return `logits[N, C]`, float32, the columns of `outputs` per row of `input_ids[B, T]` or `branch_ends[N]`.
 
         `attention_mask[B, T]` is 1 for tokens and 0 for padding on either side; without it there is no padding.
         `branch_ends` are the positions of the last tokens of the branches packed into one row, [1, T]; then the mask
@@ -228,10 +232,7 @@ class RewardModel(PreTrainedModel):
         }
 
     def vision_features(self, kind: str, media: DistinctMedia) -> list[Features]:
-        """Return the features of each distinct image or video, from the cache where there is one.
-
-        Pixels that need a gradient are never cached.
-        """
+        """Return the features of each distinct image or video, from the cache but for pixels that need a gradient."""
         if self.vision_cache is None or any(tensor.requires_grad for tensor in media["tensors"].values()):
             return self.run_tower(kind, media)
         ran = False
@@ -383,7 +384,7 @@ class RewardModel(PreTrainedModel):
         return hidden[torch.arange(len(hidden), device=hidden.device), last]
 
     def head(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Map `pooled[N, H]` to scores [N, 1] in float32."""
+        """Map `pooled[N, H]` to scores [N, C] in float32."""
         return self.score(self.score_hidden(pooled) if hasattr(self, "score_hidden") else pooled)
 
     def use_vision_cache(self, directory: str | Path, gigabytes: float = 50.0) -> None:

@@ -198,7 +198,7 @@ class VisionCache:
 NOT_OF_VISION = frozenset(
     (
         *("_name_or_path", "transformers_version", "dtype", "text_config", "architectures", "quantization_config"),
-        *("num_labels", "id2label", "label2id", "problem_type", "reward_head", "use_cache"),
+        *("num_labels", "id2label", "label2id", "problem_type", "reward_head", "reward_outputs", "use_cache"),
         *("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"),
     )
 )

@@ -133,7 +133,7 @@ class ShardScoring:
         rows = self.scorer.engine.rows(wanted, batch_size=job.batch_rows, num_workers=job.num_workers)
         rows = progress(rows, "scoring", len(indices), show=show)
         for number, scored in groupby(rows, key=lambda row: row.index // size):
-            job.shards.write(number, list(scored))
+            job.shards.write(number, list(scored), sorted(self.scorer.outputs.named))
 
 
 class Summary(NamedTuple):
@@ -160,9 +160,10 @@ class Shards:
         """Return the number of shards of `rows` rows."""
         return -(-rows // self.size)
 
-    def write(self, number: int, scored: Sequence[ScoredRow]) -> None:
-        """Write a shard atomically."""
-        table = pa.Table.from_pylist([_cells(row) for row in scored], schema=SCHEMA)
+    def write(self, number: int, scored: Sequence[ScoredRow], outputs: Sequence[str] = ()) -> None:
+        """Write a shard atomically; each of `outputs` has a column of its own, `output_NAME`."""
+        of_outputs = [pa.field(f"output_{name}", pa.list_(pa.float32())) for name in outputs]
+        table = pa.Table.from_pylist([_cells(row) for row in scored], schema=pa.schema([*SCHEMA, *of_outputs]))
         with atomic_write(self.path(number)) as temporary:
             pq.write_table(table, temporary)
 
@@ -192,7 +193,8 @@ class Shards:
 
 def _cells(row: ScoredRow) -> dict[str, Any]:
     outcome = {"scores": row.scores} if row.error is None else {"error": row.error.reason}
-    return {"row": row.index, "id": row.id, **outcome}
+    outputs = {f"output_{name}": values for name, values in row.outputs.items()}
+    return {"row": row.index, "id": row.id, **outcome, **outputs}
 
 
 def _errors(path: Path) -> int:

@@ -53,7 +53,7 @@ def prefixes_of(task: Any, frames: Sequence[Reference]) -> list[Conversation]:
     return [Conversation((*prompt, answer)) for answer in answers]
 
 
-def all_scores(scores: Sequence[float | RowError]) -> list[float]:
+def all_scores(scores: Sequence[Value | RowError]) -> list[Value]:
     """Return the scores, when all conversations have one."""
     for index, score in enumerate(scores):
         if isinstance(score, RowError):

@@ -22,7 +22,9 @@ from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.rollouts import read_candidates
 from vlmrm.modeling import LoadedReward, batcher_for, sequence_limit
+from vlmrm.modeling.head import total_of
 from vlmrm.modeling.vision_cache import FeatureCache
+from vlmrm.outputs import Outputs
 from vlmrm.rendering import MediaLimits, ProcessedMedia, Rendered, Renderer
 from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, prefixes_of, regrouped
 
@@ -65,6 +67,7 @@ class LocalScorer:
             max_tokens_per_batch=max_tokens_per_batch,
             overlong=shown.overlong,
             bad_rows="skip",
+            outputs=loaded.model.outputs,
         )
         self.engine = Engine(self.model, collator)
         self._told = False  # that prefixes are repeated
@@ -123,6 +126,25 @@ class LocalScorer:
         with media_round():
             return rendered_each(conversations, render, media)
 
+    @property
+    def outputs(self) -> Outputs:
+        """Return what the model answers: their names, kinds and ranges."""
+        return self.engine.outputs
+
+    def score_outputs(
+        self, conversations: Sequence[Any], read: Callable[[Any], Conversation] = read_conversation
+    ) -> list[dict[str, float] | RowError]:
+        """Return the value of each output by name for each conversation, or the error of one that has none.
+
+        >>> scorer.score_outputs(conversations)[0]
+        {'overall': 0.71, 'clarity': 4.2}
+        """
+        return self.outputs_rendered(self.rendered(conversations, read))
+
+    def outputs_rendered(self, items: Sequence[Rendered | RowError]) -> list[dict[str, float] | RowError]:
+        """Return the value of each output by name for each item that `rendered` made, or its error."""
+        return self.engine.outputs_of(items)
+
     def score_rendered(self, items: Sequence[Rendered | RowError]) -> list[float | RowError]:
         """Return the raw logit of each item that `rendered` made, or its error."""
         return self.engine.score_rendered(items)
@@ -165,6 +187,7 @@ class LocalScorer:
         [conversation] = read_candidates((prompt, [Message.of("assistant", Image("a tensor"))]))
         prompt_media = self.renderer.process(conversation.prompt)
         processed = self.renderer.process_tensors(images)
-        return self.engine.logits(
+        logits = self.engine.logits(
             [self.renderer.render_with(conversation, [*prompt_media, item]) for item in processed]
         )
+        return total_of(self.outputs, logits)

@@ -72,16 +72,18 @@ class Normalization:
     def __call__(self, scores: ArrayLike) -> np.ndarray:
         return (raw(scores) - self.mean) / max(self.std, FLOOR)
 
-    @classmethod
-    def of(cls, info: Mapping[str, Any], model: str) -> Normalization:
-        """Return the normalization of a `reward_model.json`; `model` names the checkpoint in the error."""
-        mean, std = info.get("reward_mean"), info.get("reward_std")
-        if mean is None or std is None:
-            raise CheckpointError(
-                f"{model} has no reward_mean and reward_std in its reward_model.json: evaluate it once with "
-                "`vlmrm eval`, which measures them, or choose another transform."
-            )
-        return cls(float(mean), float(std))
+
+def scale_of(scores: np.ndarray, data: str, temperature: float | None) -> dict[str, Any]:
+    """Return what a checkpoint carries of its scores [N] on reference data, the fingerprint `data`."""
+    fits = temperature is not None and 0 < temperature < np.inf
+    return {
+        "reward_mean": float(scores.mean()),
+        "reward_std": float(scores.std()),
+        "reward_count": len(scores),
+        "reward_data": data,
+        "reward_quantiles": np.quantile(scores, np.linspace(0, 1, 101)).tolist(),
+        "reward_temperature": temperature if fits else None,
+    }
 
 
 TRANSFORMS: dict[str, Transform] = {
@@ -91,13 +93,28 @@ TRANSFORMS: dict[str, Transform] = {
     "rank": rank,
     "win_rate": win_rate,
 }
-NORMALIZED = "normalized"
+SCALED = ("normalized", "percentile", "probability")  # by what a checkpoint carries of its scores on reference data
 
 
 def transform_named(name: str, info: Mapping[str, Any] | None = None, model: str = "the checkpoint") -> Transform:
-    """Return one of `TRANSFORMS`, or `normalized`, by the mean and std in `info`, `reward_model.json` of `model`."""
-    if name == NORMALIZED:
-        return Normalization.of(info or {}, model)
-    if name not in TRANSFORMS:
-        raise ConfigError(f"the transform is {name!r}: choose one of {', '.join([*TRANSFORMS, NORMALIZED])}.")
-    return TRANSFORMS[name]
+    """Return one of `TRANSFORMS`, or of `SCALED` by `info`, the `reward_model.json` of `model`."""
+    if name in TRANSFORMS:
+        return TRANSFORMS[name]
+    if name not in SCALED:
+        raise ConfigError(f"the transform is {name!r}: choose one of {', '.join([*TRANSFORMS, *SCALED])}.")
+    info = info or {}
+    mean, std, quantiles = (info.get(f"reward_{it}") for it in ("mean", "std", "quantiles"))
+    temperature = info.get("reward_temperature")
+    if name == "normalized" and mean is not None and std is not None:
+        return Normalization(float(mean), float(std))
+    if quantiles:
+        shares = np.linspace(0.0, 1.0, len(quantiles))
+        if name == "percentile":  # the share of the reference scores that are lower
+            return lambda scores: np.interp(raw(scores), quantiles, shares)
+        if name == "probability" and temperature:  # that people prefer it to a middling answer of the reference data
+            middle = np.interp(0.5, shares, quantiles)
+            return lambda scores: logistic((raw(scores) - middle) / temperature)
+    raise CheckpointError(
+        f"{model} has no scale for {name} in its reward_model.json: evaluate it once with `vlmrm eval`, which "
+        "measures it, or choose another transform."
+    )

@@ -20,6 +20,8 @@ from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.wire import Item, WireOutcome, write_outcome
 from vlmrm.libraries import needs, parse_dtype
+from vlmrm.modeling.manifest import SCALE
+from vlmrm.outputs import ONE
 from vlmrm.rendering import ProcessedMedia, Rendered
 from vlmrm.rewards.registry import reward_arguments
 from vlmrm.rewards.reward_set import Models
@@ -36,7 +38,8 @@ class ScorerEngine:
     """A model trained here. An item is a conversation that ends with the answer, or a sample that becomes one.
 
     `custom_prompt` and `system` are those of `PromptTemplate`, for samples; `cache_bytes` bounds what is kept for
-    later answers to the same prompts; `processes` decode media, with 0 a thread; `options` are of `load_scorer`.
+    later answers to the same prompts; `processes` decode media, with 0 a thread. The score is that of `output`, by
+    default the model's total. `options` are of `load_scorer`.
     """
 
     def __init__(
@@ -46,15 +49,17 @@ class ScorerEngine:
         system: Any = None,
         cache_bytes: int = CACHE_BYTES,
         processes: int = min(4, os.cpu_count() or 1),
+        output: str | None = None,
         **options: Any,
     ):
         if unknown := options.keys() - SCORER_OPTIONS:
-            known = (*SCORER_OPTIONS, "custom_prompt", "system", "processes")
+            known = (*SCORER_OPTIONS, "custom_prompt", "system", "processes", "output")
             raise ConfigError(f"unknown option {min(unknown)}{did_you_mean(min(unknown), known)}")
         if not isinstance(processes, int) or isinstance(processes, bool) or processes < 0:
             raise ConfigError(f"processes is {processes!r}: write a number of processes, or 0 for a thread.")
         self.processes = MediaProcesses(processes) if processes and sys.platform == "linux" else None
         self.scorer = load_local_scorer(**options, cache_bytes=cache_bytes)
+        self.output = self.scorer.outputs.checked(output)
         if self.processes is not None and not self.processes.start(self.scorer.renderer):
             sys.stderr.write("images and videos are prepared in a thread: the processor has code of its own\n")
             self.processes = None
@@ -69,7 +74,8 @@ class ScorerEngine:
             "checkpoint": self.scorer.loaded.digest,
             "cache_bytes": cache_bytes,
             "prompts_kept": self.scorer.prompts_kept,
-            **{name: info.get(name) for name in ("reward_mean", "reward_std", "max_pixels", "chat_template_sha256")},
+            **({} if self.scorer.outputs == ONE else {"outputs": self.scorer.outputs.described()}),
+            **{name: info.get(name) for name in (*SCALE, "max_pixels", "chat_template_sha256")},
         }
 
     def prepare(self, items: Sequence[Item]) -> list[Rendered | RowError]:
@@ -84,8 +90,13 @@ class ScorerEngine:
                 return self.scorer.rendered(rows, _raise_error, media)
 
     def compute(self, prepared: Sequence[Rendered | RowError]) -> list[WireOutcome]:
-        scores = self.scorer.score_rendered(prepared)
-        return [{"error": score.reason} if isinstance(score, RowError) else {"score": score} for score in scores]
+        return [self._outcome(values) for values in self.scorer.outputs_rendered(prepared)]
+
+    def _outcome(self, values: dict[str, float] | RowError) -> WireOutcome:
+        if isinstance(values, RowError):
+            return {"error": values.reason}
+        score = self.scorer.outputs.total(values) if self.output is None else values[self.output]
+        return {"score": score} if self.scorer.outputs == ONE else {"score": score, "extra": {"outputs": values}}
 
     def sleep(self) -> None:
         """Free the memory of the accelerator until `wake`: the weights wait in that of the machine."""

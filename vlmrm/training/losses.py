@@ -1,7 +1,7 @@
-"""The losses over a batch's scores: Bradley-Terry with margins, ties, irrelevant queries, centring.
+"""The losses over a batch's scores: Bradley-Terry with margins and ties, ratings, irrelevant queries, centring.
 
-All losses are sums over pairs divided by totals over the whole step (every accumulated batch on every rank), so a step
-is the mean over its pairs however they are split.
+All losses are sums over what is judged divided by totals over the whole step (every accumulated batch on every rank),
+so a step is a mean, for each output, however it is split.
 """
 
 from __future__ import annotations
@@ -10,20 +10,24 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from vlmrm.errors import ConfigError
+from vlmrm.modeling.head import places, split_columns, variance
+from vlmrm.outputs import ONE, Output, Outputs
 
 Pairs = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class PreferenceLoss:
-    """The training objective over the scores of one batch.
+class Objective:
+    """The training objective over the scores of one batch: for each output, the mean of what judges it.
 
-    preference: the one of PAIR_LOSSES that `pair_loss` names.
-    irrelevant: `irrelevant_weight` times the tie loss of the answers under another prompt.
+    Of a pair: the one of PAIR_LOSSES that `pair_loss` names, or of a Gaussian output `gaussian`.
+    Of a rating, a correctness or a progress: `rated`.
+    irrelevant: `irrelevant_weight` times the tie loss of the answers under another prompt, of the first output.
     center: `center_coefficient` times (r_chosen + r_rejected)², which keeps rewards near zero
     (Eisenstein et al. 2023, https://huggingface.co/papers/2312.09244, Eq. 2).
     """
@@ -32,36 +36,88 @@ class PreferenceLoss:
     irrelevant_weight: float = 1.0
     center_coefficient: float | None = None
     pair_loss: str = "bradley_terry"
+    outputs: Outputs = ONE
 
-    def __call__(self, scores: torch.Tensor, pairs: Pairs, totals: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the terms of the loss over scores[B] by name; their sum is the loss.
+    @property
+    def terms(self) -> list[str]:
+        """The names of the terms, each with its weight in the loss."""
+        of_outputs = ["preference"] if len(self.outputs) == 1 else self.outputs.names
+        return [*of_outputs, "irrelevant", *(["center"] if self.center_coefficient is not None else [])]
 
-        `totals` [2]: the summed `pair_weights` of preference pairs and of irrelevant pairs over the whole step.
+    def __call__(self, logits: torch.Tensor, pairs: Pairs, totals: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the terms of the loss over logits[B, C] by name; their sum is the loss.
+
+        `totals` [K + 1]: the summed `judged_weights` of each output, and of irrelevant pairs, over the whole step.
         """
-        scores = scores.float()
-        chosen, rejected = scores[pairs["chosen"]], scores[pairs["rejected"]]
-        difference = chosen - rejected
+        logits = logits.float()
         # Sums of products, not of selected elements: a selection waits for the device to know its length.
         irrelevant = pairs["irrelevant"].float()
-        preference, weight = 1 - irrelevant, pairs["weight"]
+        weight = pairs["weight"]
         # A step without pairs of a kind has a total of 0: its term is 0 / tiny, not NaN.
-        per_preference, per_irrelevant = totals.float().clamp_min(torch.finfo(torch.float32).tiny)
-
-        fit = PAIR_LOSSES[self.pair_loss](difference - pairs["margin"], pairs["tie"], self.tie_threshold)
-        # Sums over no pairs are in the graph too: every rank must run its backward.
-        parts = {"preference": (preference * weight * fit).sum() / per_preference}
+        *per_output, per_irrelevant = totals.float().clamp_min(torch.finfo(torch.float32).tiny)
+        place = places(self.outputs, logits)
+        chosen, rejected = place[pairs["chosen"], pairs["output"]], place[pairs["rejected"], pairs["output"]]
+        difference = chosen - rejected
+        parts, center = {}, []
+        columns = split_columns(self.outputs, logits)
+        for number, (output, of_output, per) in enumerate(zip(self.outputs, columns, per_output, strict=True)):
+            share = (1 - irrelevant) * (pairs["output"] == number) * weight
+            # Sums over no pairs are in the graph too: every rank must run its backward.
+            fit = self._fit(output, of_output, difference - pairs["margin"], pairs)
+            parts[self.terms[number]] = (share * fit).sum() / per
+            if self.center_coefficient is not None:
+                compared = share * pairs["target"].isnan()
+                center.append((compared * (chosen + rejected) ** 2).sum() / per)
         of_ties = (irrelevant * weight * bradley_terry_tie(difference)).sum() / per_irrelevant
         parts["irrelevant"] = self.irrelevant_weight * of_ties
         if self.center_coefficient is not None:
-            center = (preference * weight * (chosen + rejected) ** 2).sum() / per_preference
-            parts["center"] = self.center_coefficient * center
+            parts["center"] = self.center_coefficient * torch.stack(center).sum()
         return parts
 
+    def _fit(self, output: Output, columns: torch.Tensor, difference: torch.Tensor, pairs: Pairs) -> torch.Tensor:
+        """Return the loss of each row of `pairs` as if it judged this output, of `columns` [B, its own]: [N]."""
+        if output.kind == "gaussian":
+            both = variance(columns)[pairs["chosen"]] + variance(columns)[pairs["rejected"]]
+            return gaussian(difference, both, pairs["tie"])
+        fit = PAIR_LOSSES[self.pair_loss](difference, pairs["tie"], self.tie_threshold)
+        if not output.rates:
+            return fit
+        target = pairs["target"]
+        return torch.where(target.isnan(), fit, rated(columns[pairs["chosen"]], target.nan_to_num()))
 
-def pair_weights(pairs: Pairs) -> torch.Tensor:
-    """Return the summed weights of the preference pairs and of the irrelevant pairs of one batch, [2]."""
-    irrelevant = pairs["irrelevant"]
-    return torch.stack([(~irrelevant * pairs["weight"]).sum(), (irrelevant * pairs["weight"]).sum()])
+
+def judged_weights(pairs: Pairs, outputs: int = 1) -> torch.Tensor:
+    """Return the summed weights of what judges each output, and of the irrelevant pairs of one batch, [K + 1]."""
+    irrelevant, weight = pairs["irrelevant"], pairs["weight"]
+    of_outputs = [(~irrelevant * (pairs["output"] == number) * weight).sum() for number in range(outputs)]
+    return torch.stack([*of_outputs, (irrelevant * weight).sum()])
+
+
+def rated(columns: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the logarithmic loss [N] of columns [N, S] for targets [N] in [0, 1].
+
+    With S = 1 the target is a probability, or a share of a range. With more, column s is the logit that a whole number
+    of S + 1 is above the s lowest (a cumulative link: McCullagh 1980, with slopes of its own for each).
+    """
+    steps = columns.shape[1]
+    above = (target[:, None] * steps - torch.arange(steps, device=target.device)).clamp(0, 1)
+    return binary_cross_entropy_with_logits(columns, above, reduction="none").sum(1)
+
+
+# Nodes and logarithms of the weights of Gauss-Hermite quadrature: E[f(d)] = Σ w f(√2 s x + m) / √π.
+NODES, WEIGHTS = np.polynomial.hermite.hermgauss(16)
+
+
+def gaussian(difference: torch.Tensor, variance: torch.Tensor, tie: torch.Tensor) -> torch.Tensor:
+    """Return -log E[σ(d)] of each pair, d normal with mean `difference` and this variance, all [N].
+
+    HPSv3 (Ma et al. 2025, https://huggingface.co/papers/2508.03789, Eq. 4) draws d; here the integral is computed.
+    """
+    nodes = torch.as_tensor(NODES, dtype=difference.dtype, device=difference.device)
+    weights = torch.as_tensor(np.log(WEIGHTS / np.sqrt(np.pi)), dtype=difference.dtype, device=difference.device)
+    spread = (2 * variance).sqrt()[:, None] * nodes
+    win, loss = (torch.logsumexp(logsigmoid(d[:, None] + spread) + weights, 1) for d in (difference, -difference))
+    return -torch.where(tie, 0.5 * (win + loss), win)
 
 
 def bradley_terry(difference: torch.Tensor, tie: torch.Tensor, tie_threshold: float) -> torch.Tensor:

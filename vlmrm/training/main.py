@@ -43,6 +43,7 @@ from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, is_finished, local_folder, read_json_of, weights_digest
 from vlmrm.modeling.parts import IN_WORDS, trained_by_part
 from vlmrm.modeling.reward_model import RewardModel
+from vlmrm.outputs import ONE, Outputs
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
 from vlmrm.training.checks import CHECKS, check_disk, check_gpus, checkpoint_bytes
@@ -121,7 +122,7 @@ class Run:
         train_dataset, eval_dataset = load_train_and_eval(self.data_args)
         # Before weights are read.
         from_first_rank(lambda: check_data(self.keys, self.processor, train_dataset, eval_dataset))
-        model = build_model(keys, args, self.processor)
+        model = build_model(keys, args, self.processor, self.data_args.named_outputs)
         if eval_dataset is not None and self.data_args.eval_fraction and args.process_index == 0:
             from vlmrm.data.canonical import write_held_out
 
@@ -172,6 +173,7 @@ class Run:
             shown=self.data_args.input_record(),
             provenance=provenance(source),
             base_digest=self.base_digest,
+            **({"outputs": described} if (described := self.data_args.named_outputs.described()) else {}),
         )
         write_json(folder / SETTINGS, self.settings)
 
@@ -280,7 +282,9 @@ def base_digest(model_args: ModelArguments) -> str | None:
     return weights_digest(local_folder(model_args.model_name_or_path, model_args.model_revision))
 
 
-def build_model(model_args: ModelArguments, args: RewardTrainingArguments, processor: Any) -> RewardModel:
+def build_model(
+    model_args: ModelArguments, args: RewardTrainingArguments, processor: Any, outputs: Outputs = ONE
+) -> RewardModel:
     """Load the reward model, with a seeded head and its frozen parts."""
     from vlmrm.modeling.adapters import keep_trainable, quantization_config
 
@@ -295,6 +299,7 @@ def build_model(model_args: ModelArguments, args: RewardTrainingArguments, proce
     model = load_for_training(
         model_args.model_name_or_path,
         head=model_args.head,
+        outputs=outputs,
         dtype=weight_dtype(model_args, args),
         attn_implementation=model_args.attn_implementation,
         revision=model_args.model_revision,
@@ -377,6 +382,7 @@ def survey_collator(arguments: RunArguments, processor: Any) -> ComparisonCollat
         max_seq_length=sequence_limit(config, data.max_seq_length),
         overlong=data.overlong,
         bad_rows=data.bad_rows,
+        outputs=data.named_outputs,
     )
 
 
@@ -395,6 +401,7 @@ def build_collator(keys: RunArguments, model: RewardModel, processor: Any, train
         overlong=data.overlong,
         bad_rows=data.bad_rows,
         irrelevant=irrelevant,
+        outputs=data.named_outputs,
     )
 
 

@@ -202,6 +202,8 @@ def planned_model(run: RunArguments, dtype: torch.dtype) -> tuple[Any, float]:
     args, keys = run.training, run.model
     config = read_config(keys.model_name_or_path, keys.model_revision, args.trust_remote_code)
     config.reward_head = keys.head or getattr(config, "reward_head", "linear")
+    if (described := run.data.named_outputs.described()) is not None:
+        config.reward_outputs = described
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

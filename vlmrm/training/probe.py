@@ -55,7 +55,7 @@ class ProbedDataset:
 
         Figures that no row allows are left out, and named in the log the first time.
         """
-        rows = [row for row in self.probe if row["index"] in scored]
+        rows = [row for row in self.probe if row["index"] in scored and row["comparison"].pairs()]
         results = [scored[row["index"]] for row in rows]
         comparisons = [row["comparison"] for row in rows]
         result = ScoredComparisons(comparisons, [row.scores for row in results], [row.altered for row in results])

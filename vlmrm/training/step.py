@@ -26,13 +26,14 @@ from vlmrm.batching import ComparisonCollator, Part, to_device
 from vlmrm.batching.shared import PackedLayout
 from vlmrm.errors import ConfigError, TrainingError
 from vlmrm.modeling.experts import Routers, balance_loss, expert_weights, find_routers
+from vlmrm.modeling.head import places, total_of
 from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.modeling.vision import segments_of
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.losses import PreferenceLoss
+from vlmrm.training.losses import Objective
 
 Inputs = Mapping[str, Any]
-Score = Callable[[Inputs], torch.Tensor]  # of a forward [N]
+Score = Callable[[Inputs], torch.Tensor]  # of a forward [N, C]
 # Of a GPU's use (MFU) are counted, each multiplication with its addition as 2: the matrices of a block for each of its
 # tokens, and attention's two products for each pair of a query and a key that it sees. Forward, gradients by inputs
 # where there are any, and by weights that are trained; what checkpointing computes again, embeddings, merger and head
@@ -70,12 +71,16 @@ class TrainingStep:
     ):
         self.args, self.accelerator = args, accelerator
         self.autocast, self.prepare, self.collator = autocast, prepare, collator
-        self.figures = StepFigures()
         self.operations = Operations(model) if data_sheet_rate(args.device) else None
         self.last_inputs: Inputs | None = None  # of the last forward, to score again before a save
-        self._loss_function = PreferenceLoss(
-            args.tie_threshold, args.irrelevant_loss_weight, args.center_rewards_coefficient, args.pair_loss
+        self._objective = Objective(
+            args.tie_threshold,
+            args.irrelevant_loss_weight,
+            args.center_rewards_coefficient,
+            args.pair_loss,
+            collator.outputs,
         )
+        self.figures = StepFigures(self._objective)
         self._routers = Routers(find_routers(model))
         if args.router_aux_loss_coef and not self._routers.routers:
             raise ConfigError(
@@ -86,7 +91,7 @@ class TrainingStep:
     def __call__(self, model: nn.Module, parts: Sequence[Part], totals: torch.Tensor, number: int) -> torch.Tensor:
         """Return this rank's share of the loss of step `number`; its gradient is reduced with the last forward.
 
-        `totals` are the summed weights [2] of the step's preference and irrelevant pairs, over all ranks.
+        `totals` are the step's `judged_weights`, over all ranks.
         """
         # Each forward waits for all ranks, so ranks with fewer run empty ones.
         ahead, behind = self.missing(parts)  # forwards ahead of the passes, without a graph, and the passes' own
@@ -109,7 +114,7 @@ class TrainingStep:
         with self._reducing(model, last), state.again() if state else nullcontext():
             with self.autocast():
                 with self._routers.watching(inputs) as decisions, self._counted():
-                    scores = model(**inputs).logits.squeeze(-1)
+                    scores = model(**inputs).logits
                 loss = each.loss(scores)
                 if coefficient := self.args.router_aux_loss_coef:
                     # A mean over the step's forwards, each with the weight of its pairs.
@@ -138,12 +143,12 @@ class TrainingStep:
     @torch.no_grad()
     def _score(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         with self.autocast():
-            return model(**self.prepare(inputs)).logits.squeeze(-1)
+            return model(**self.prepare(inputs)).logits
 
     def _loss(self, scores: torch.Tensor, part: Part, totals: torch.Tensor) -> torch.Tensor:
         """Return the loss of a part's scores, added to the log's figures."""
         part = {**part, "pairs": to_device(part["pairs"], scores.device)}
-        terms = self._loss_function(scores, part["pairs"], totals)
+        terms = self._objective(scores, part["pairs"], totals)
         loss = torch.stack(list(terms.values())).sum()
         self.figures.add(scores.detach(), part, terms, loss)
         return loss
@@ -203,7 +208,7 @@ def passes_of(part: Part, loss: Callable[..., torch.Tensor], score: Score, devic
 
 
 def with_gradient(scores: torch.Tensor, gradient: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return `value`, with this gradient [N] by the scores [N]."""
+    """Return `value`, with this gradient [N, C] by the scores [N, C]."""
     # The product's derivative by each score is the gradient; a constant brings its value to `value`.
     product = (scores * gradient).sum()
     return product + (value - product).detach()
@@ -243,18 +248,21 @@ class RandomState:
 # Names are TRL's where TRL has one.
 SUMMED = (
     *("pairs", "correct", "margin", "rewards", "reward", "irrelevant_pairs", "irrelevant_margin"),
-    *("loss_preference", "loss_irrelevant", "loss_center", "loss_router", "dropped_rows", "operations"),
+    *("loss_router", "dropped_rows", "operations"),
 )
+PER_PAIR = {"accuracy": "correct", "margin": "margin"}
 
 
 class StepFigures:
     """Figures of the training log: sums over steps on each rank, which `flush` turns into means over all ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, objective: Objective):
+        self._outputs, self._terms = objective.outputs, [f"loss_{name}" for name in objective.terms]
+        self._names = [*SUMMED, *self._terms]
         self._reset()
 
     def _reset(self) -> None:
-        self.sums: dict[str, float] = dict.fromkeys(SUMMED, 0.0)
+        self.sums: dict[str, float] = dict.fromkeys(self._names, 0.0)
         self.lowest, self.highest = math.inf, -math.inf
         self.steps = self.tokens = self.pairs = 0
         self.waited = 0.0  # seconds spent waiting for batches
@@ -268,14 +276,15 @@ class StepFigures:
         self.tokens += tokens
         self.pairs += pairs
 
-    def add(self, scores: torch.Tensor, part: Part, terms: Mapping[str, torch.Tensor], loss: torch.Tensor) -> None:
-        """Keep the figures of the scores[B] of one part of a batch and of the terms of its loss, for `read`."""
-        scores, pairs = scores.float(), part["pairs"]
-        difference = scores[pairs["chosen"]] - scores[pairs["rejected"]]
+    def add(self, logits: torch.Tensor, part: Part, terms: Mapping[str, torch.Tensor], loss: torch.Tensor) -> None:
+        """Keep the figures of the logits[B, C] of one part of a batch and of the terms of its loss, for `read`."""
+        logits, pairs = logits.float(), part["pairs"]
+        place, scores = places(self._outputs, logits), total_of(self._outputs, logits)
+        difference = place[pairs["chosen"], pairs["output"]] - place[pairs["rejected"], pairs["output"]]
         irrelevant = pairs["irrelevant"]
-        judged = ~(irrelevant | pairs["tie"] | pairs["outvoted"])
+        judged = pairs["target"].isnan() & ~(irrelevant | pairs["tie"] | pairs["outvoted"])
         own = torch.arange(len(scores), device=scores.device) < part["rows"]["branches"].sum()
-        sums = dict.fromkeys(SUMMED, torch.zeros((), device=scores.device)) | {
+        sums = dict.fromkeys(self._names, torch.zeros((), device=scores.device)) | {
             "pairs": judged.sum(),
             "rewards": own.sum(),
             "irrelevant_pairs": irrelevant.sum(),
@@ -293,7 +302,7 @@ class StepFigures:
         """Add up what was kept, and return the losses of the parts: here the host waits for the device."""
         losses = []
         for *sums, lowest, highest, loss in torch.stack(self.unread).tolist() if self.unread else ():
-            for name, value in zip(SUMMED, sums, strict=True):
+            for name, value in zip(self._names, sums, strict=True):
                 self.sums[name] += value
             self.lowest, self.highest = min(self.lowest, lowest), max(self.highest, highest)
             losses.append(loss)
@@ -305,11 +314,10 @@ class StepFigures:
         """Return means over the steps since the last call and over all ranks. Every rank must call it."""
         seconds = max(time.perf_counter() - self.since, 1e-9)
         local = torch.tensor(list(self.sums.values()), device=accelerator.device)
-        total = dict(zip(SUMMED, accelerator.reduce(local, "sum").tolist(), strict=True))
+        total = dict(zip(self._names, accelerator.reduce(local, "sum").tolist(), strict=True))
         extremes = accelerator.gather(torch.tensor([self.lowest, self.highest], device=accelerator.device)).view(-1, 2)
         figures = {
-            "accuracy": total["correct"] / max(total["pairs"], 1),
-            "margin": total["margin"] / max(total["pairs"], 1),
+            **{name: total[of] / total["pairs"] for name, of in PER_PAIR.items() if total["pairs"]},
             "mean_reward": total["reward"] / max(total["rewards"], 1),
             "min_reward": extremes[:, 0].min().item(),
             "max_reward": extremes[:, 1].max().item(),
@@ -321,8 +329,10 @@ class StepFigures:
         if (rate := data_sheet_rate(accelerator.device)) is not None:
             figures["mfu"] = total["operations"] / seconds / rate / accelerator.num_processes
         # Each rank has its share of a step's mean loss, so the shares add up.
-        if total["irrelevant_pairs"] or total["loss_center"] or total["loss_router"]:
-            parts = [name for name in SUMMED if name.startswith("loss_") and (total[name] or name != "loss_router")]
+        if len(self._outputs) > 1 or any(
+            total.get(name) for name in ("irrelevant_pairs", "loss_center", "loss_router")
+        ):
+            parts = [name for name in ("loss_router", *self._terms) if total[name] or name != "loss_router"]
             figures |= {name: total[name] / max(self.steps, 1) for name in parts}
         if total["irrelevant_pairs"]:
             figures["irrelevant_margin"] = total["irrelevant_margin"] / total["irrelevant_pairs"]

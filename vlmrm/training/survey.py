@@ -21,7 +21,6 @@ from vlmrm.data.media import media_key
 from vlmrm.errors import ConfigError, MediaError, RowError, TrainingError
 from vlmrm.logs import counted
 from vlmrm.measures.analysis import CLUSTERS
-from vlmrm.training.losses import pair_weights
 
 SAMPLE = 64  # rows that a training renders before its first step
 LOOKED = 10_000  # rows whose prompts and margins are read, and that are compared with each other
@@ -83,7 +82,7 @@ class Survey:
             self.last_reason = str(error)
             return
         pairs = [part["pairs"] for part in batch["parts"]]
-        self.useful += any(bool(pair_weights(it).sum() > 0 if self.trains else (~it["tie"]).any()) for it in pairs)
+        self.useful += any(bool(it["weight"].sum() > 0 if self.trains else (~it["tie"]).any()) for it in pairs)
         self.tokens.append(batch["counts"]["tokens"])
         self.positions.append(position)
         self.pairs += batch["counts"]["pairs"]

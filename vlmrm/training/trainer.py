@@ -28,11 +28,12 @@ from vlmrm.engine import Engine, ScoredRow
 from vlmrm.errors import RowError, ScoreError, TrainingError
 from vlmrm.libraries import relies_on
 from vlmrm.measures.interventions import INTERVENTIONS
+from vlmrm.outputs import ONE
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import LOGGED, Bar, CurvesCallback, FiguresCallback, PreemptionCallback, RowTally
 from vlmrm.training.engines import describe, own_part, reduce_all
 from vlmrm.training.folder import CompleteCheckpoints, any_rank
-from vlmrm.training.losses import pair_weights
+from vlmrm.training.losses import judged_weights
 from vlmrm.training.optimizer import check_rates, keep_head_in_32_bits, logged_rates, rate_of, set_rate, split_groups
 from vlmrm.training.step import TrainingStep, not_finite
 
@@ -163,29 +164,31 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         )
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> torch.Tensor:
-        """Sum the weights of a step's preference and irrelevant pairs, [2]; its loss is divided by them.
+        """Sum the weights of what judges each output in a step, and of irrelevant pairs; its loss is divided by them.
 
         They are summed over the accumulated batches and all ranks, in one reduction with the counts for the log.
         """
-        totals = torch.zeros(8, dtype=torch.float64)
+        outputs = len(self.collator.outputs)
+        judged, counts = torch.zeros(outputs + 1, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
         for batch in batch_samples:
             for part in batch["parts"]:
-                totals[:2] += pair_weights(part["pairs"]).cpu()
-                totals[4] += len(part["rows"]["index"])
-                totals[6:] += torch.tensor(part["cut"])
-            totals[2:4] += torch.tensor([batch["counts"]["tokens"], batch["counts"]["pairs"]])
-            totals[5] += len(batch["dropped"])
+                judged += judged_weights(part["pairs"], outputs).cpu()
+                counts[2] += len(part["rows"]["index"])
+                counts[4:] += torch.tensor(part["cut"])
+            counts[:2] += torch.tensor([batch["counts"]["tokens"], batch["counts"]["pairs"]])
+            counts[3] += len(batch["dropped"])
             self._report_dropped(batch["dropped"])
+        totals = torch.cat([judged, counts])
         totals = totals.float()  # for accelerators without float64; exact for whole numbers below 2²⁴
         if self.accelerator.num_processes > 1:  # alone, the host need not wait for the device
             totals = self.accelerator.reduce(totals.to(device), "sum")
-        preference, irrelevant, *counts = totals.tolist()
-        tokens, pairs, rows, dropped, uncut, cut = map(int, counts)
+        numbers = totals.tolist()
+        tokens, pairs, rows, dropped, uncut, cut = map(int, numbers[outputs + 1 :])
         self.state.num_input_tokens_seen += tokens
         self.step.figures.start_step(tokens=tokens, pairs=pairs)
         log_cut(uncut, cut, self.collator.max_tokens_per_batch, trained=True)
-        self.row_tally.add(rows=rows, dropped=dropped, weight=preference + irrelevant)
-        return totals[:2].to(device)
+        self.row_tally.add(rows=rows, dropped=dropped, weight=sum(numbers[: outputs + 1]))
+        return totals[: outputs + 1].to(device)
 
     def _report_dropped(self, dropped: list[tuple[int, RowError]]) -> None:
         if not dropped:
@@ -271,6 +274,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
         """Evaluate every row once, whatever the number of ranks: rows that samplers repeat are dropped by index."""
         from vlmrm.measures.analysis import trl_summary
+        from vlmrm.measures.outputs import output_figures
         from vlmrm.measures.pairs import scored_pairs
 
         self._evaluated = []
@@ -282,9 +286,14 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
                 raise not_finite(f"a score of the evaluation after step {step} is not finite ({error})", self.args)
         scored = {row.index: row for row in evaluated if row.error is None}
         rows = [row for row in dataloader.dataset if row["index"] in scored]
-        pairs = scored_pairs([row["comparison"] for row in rows], [scored[row["index"]].scores for row in rows])
-        figures = trl_summary(pairs)
-        if not figures["pairs"]:
+        comparisons = [row["comparison"] for row in rows]
+        pairs = scored_pairs(comparisons, [scored[row["index"]].scores for row in rows], self.collator.outputs)
+        figures = trl_summary(pairs) if len(pairs) else {}
+        of_outputs = {}
+        if (outputs := self.eval_collator.outputs) != ONE:
+            of_outputs = output_figures(outputs, comparisons, [scored[row["index"]].outputs for row in rows])
+            figures |= {f"{name}_{figure}": it for name, of in of_outputs.items() for figure, it in of.items()}
+        if not figures.get("pairs") and not of_outputs:
             raise TrainingError(
                 f"the evaluation has no pair with a preference: of {len(dataloader.dataset)} rows {len(rows)} were "
                 f"scored, and why others were not is in *_{DROPPED_ROWS} of {self.args.output_dir}."

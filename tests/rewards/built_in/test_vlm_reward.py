@@ -11,7 +11,7 @@ from PIL import Image
 from tests.serving.services import served
 from vlmrm.errors import CheckpointError, ConfigError, RewardError
 from vlmrm.formats.preferences import image_pair, pair
-from vlmrm.modeling.manifest import save_normalization
+from vlmrm.modeling.manifest import save_scale
 from vlmrm.rewards import RewardSet
 from vlmrm.scoring import load_scorer
 
@@ -114,10 +114,10 @@ def test_transforms_of_a_sample(reward, tiny_reward_model, tmp_path):
     columns = {"prompt": [PROMPT] * 4, "image": PICTURES}
     raw = reward()(**columns).total()
     assert np.allclose(reward(transform="sigmoid")(**columns).total(), 1 / (1 + np.exp(-raw)), atol=1e-6)
-    with pytest.raises(CheckpointError, match="no reward_mean and reward_std"):
+    with pytest.raises(CheckpointError, match="no scale for normalized"):
         reward(transform="normalized")
     measured = shutil.copytree(tiny_reward_model, tmp_path / "measured")
-    save_normalization(measured, mean=0.5, std=2.0, count=9, data="some")
+    save_scale(measured, {"reward_mean": 0.5, "reward_std": 2.0})
     found = reward(path=measured, transform="normalized")(**columns).total()
     assert np.allclose(found, (raw - 0.5) / 2.0, atol=1e-5)
 

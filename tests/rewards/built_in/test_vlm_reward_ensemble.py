@@ -8,7 +8,7 @@ import torch
 
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import load_for_training, load_processor, save_reward_files, write_complete
-from vlmrm.modeling.manifest import save_normalization
+from vlmrm.modeling.manifest import save_scale
 from vlmrm.rewards import RewardSet
 from vlmrm.scoring import load_scorer
 
@@ -26,7 +26,7 @@ def members(tiny_checkpoint, tmp_path_factory):
         processor = load_processor(tiny_checkpoint)
         save_reward_files(folder, processor=processor, head="linear", provenance={})
         write_complete(folder, world_size=1, step=0)
-        save_normalization(folder, mean=seed / 100, std=0.5 + seed, count=9, data="some")
+        save_scale(folder, {"reward_mean": seed / 100, "reward_std": 0.5 + seed})
         folders.append(folder)
     return folders
 

@@ -120,5 +120,6 @@ def engine_for(loaded: LoadedReward, run: SweepRun, limits: Mapping[str, str]) -
         overlong=data_args.overlong,
         bad_rows=data_args.bad_rows,
         interventions={name: INTERVENTIONS[name] for name in args.interventions if name not in limits},
+        outputs=loaded.model.outputs,
     )
     return Engine(loaded.model, collator)

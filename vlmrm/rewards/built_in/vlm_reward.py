@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from pydantic import Field
@@ -23,6 +23,7 @@ from vlmrm.errors import ConfigError, RowError, finite_or_error
 from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate, read_sample, sample_to_conversation
 from vlmrm.http import run
 from vlmrm.libraries import needs
+from vlmrm.outputs import ONE, Outputs
 from vlmrm.rewards.contract import (
     BaseRewardModel,
     GroupwiseRewardModel,
@@ -40,7 +41,7 @@ from vlmrm.rewards.servers import SILENCE
 from vlmrm.scoring.loading import SCORER_OPTIONS, is_address, load_local_scorer
 from vlmrm.scoring.protocol import Scorer
 from vlmrm.scoring.remote import ROUTE, Chunk, read_scores, scores_of
-from vlmrm.scoring.transforms import NORMALIZED, transform_named
+from vlmrm.scoring.transforms import SCALED, transform_named
 from vlmrm.settings import Strict, validate
 
 CLIENT = tuple(ClientSettings.model_fields)
@@ -57,6 +58,10 @@ class _SharedModel:
     def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
         with self.lock:
             return self.scorer.score_each(conversations)
+
+    def score_outputs(self, conversations: Sequence[Conversation]) -> list[dict[str, float] | RowError]:
+        with self.lock:
+            return self.scorer.score_outputs(conversations)
 
 
 class _ServedModel:
@@ -105,7 +110,7 @@ class PolicySettings(Strict, strict=True):
 
 
 POLICY = tuple(PolicySettings.model_fields)
-SHOWN = ("transform", "custom_prompt", "system", *POLICY)
+SHOWN = ("transform", "output", "custom_prompt", "system", *POLICY)
 
 
 class _TrainedReward(BaseRewardModel):
@@ -124,6 +129,7 @@ class _TrainedReward(BaseRewardModel):
         paths = [extra[name] for name in ("model_path", "model_name_or_path") if name in extra]
         if len(paths) != 1:
             raise ConfigError(f"{where}: give the checkpoint once, as model_path.")
+        self.output: str | None = extra.get("output")
         self.policy = validate(PolicySettings, {name: extra[name] for name in POLICY if name in extra}, where)
         try:
             self.template = PromptTemplate(extra.get("custom_prompt", PROMPT_SLOT), extra.get("system"))
@@ -135,12 +141,16 @@ class _TrainedReward(BaseRewardModel):
         for keys, needed in ((LOCAL, "a folder"), (("reward", *CLIENT), "an address")):
             if kind != needed and (key := next((key for key in keys if key in extra), None)):
                 raise ConfigError(f"{where}: {key} is of {needed}, and model_path is {kind}: leave it out.")
+        if kind == "an address" and self.output is not None:
+            raise ConfigError(f"{where}: output is of a model here: let the service's reward name it, as an option.")
         if kind != "a folder":
-            if name == NORMALIZED:
+            if name in SCALED:
                 raise ConfigError(f"{where}: transform is {name}, which needs a checkpoint's folder.")
             self.transform = transform_named(name)
             self.loaded = _ServedModel(config, model) if isinstance(model, str) else _SharedModel(model)
             return
+        if self.output is not None and name in SCALED:
+            raise ConfigError(f"{where}: transform is {name}, whose scale is of the model's total: leave output out.")
         with needs("local", f"the reward {config.name}"):
             from vlmrm.modeling.manifest import read_reward_file
             from vlmrm.modeling.published_weights import shared
@@ -149,6 +159,10 @@ class _TrainedReward(BaseRewardModel):
         options |= {"dtype": str(self.dtype).removeprefix("torch."), "device": str(self.device)}
         self.loaded = shared(_SharedModel, model, *sorted(options.items()))
         self.model = self.loaded.scorer.model
+        try:
+            self.loaded.scorer.outputs.checked(self.output)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
 
     # Without **kwargs, so that no other columns are gathered from other ranks.
     def __call__(  # ty: ignore[incompatible-method-override]
@@ -173,8 +187,11 @@ class _TrainedReward(BaseRewardModel):
             except RowError as error:
                 verdicts[index] = Verdict(failure=error.reason)
         valid = list(conversations.values())
-        outcomes = once_each((messages_key(it.messages) for it in valid), valid, self.loaded.score_each)
+        outcomes = once_each((messages_key(it.messages) for it in valid), valid, self._score_each)
+        named: dict[int, dict[str, float]] = {}
         for index, score in zip(conversations, outcomes, strict=True):
+            if isinstance(score, dict):
+                named[index], score = score, self._number(score)
             if not isinstance(score, RowError):
                 score = finite_or_error(score)  # a user's own scorer may return NaN
             if isinstance(score, RowError):
@@ -182,17 +199,30 @@ class _TrainedReward(BaseRewardModel):
             else:
                 scores[index] = score
         for (index, score), reward in zip(scores.items(), self.transform([*scores.values()]).tolist(), strict=True):
-            verdicts[index] = Verdict(reward, {"score": score})
+            outputs = {"outputs": named[index]} if index in named else {}
+            verdicts[index] = Verdict(reward, {"score": score, **outputs})
         return RewardModelOutput.of(verdicts)
+
+    def _score_each(self, conversations: Sequence[Conversation]) -> list[Any]:
+        """Return the score of each conversation, of a model of several outputs all of them by name, or its error."""
+        if getattr(getattr(self.loaded, "scorer", None), "outputs", ONE) == ONE:
+            return self.loaded.score_each(conversations)
+        return cast(_SharedModel, self.loaded).score_outputs(conversations)
+
+    def _number(self, values: dict[str, float]) -> float:
+        outputs: Outputs = cast(_SharedModel, self.loaded).scorer.outputs
+        return outputs.total(values) if self.output is None else values[self.output]
 
 
 class VlmReward(_TrainedReward, PointwiseRewardModel):
-    """The raw logit s; by `transform` σ(s), or (s - mean) / std by the held-out scores that the checkpoint carries.
+    """The raw score s, of a model of several outputs its total or that of `output`.
 
+    By `transform` it is σ(s), or by the held-out scores that the checkpoint carries: `normalized`, (s - mean) / std;
+    `percentile`, the share of them that is lower; `probability`, with which people prefer the answer to their median.
     Only differences of logits within a prompt mean something (Bradley and Terry 1952).
     """
 
-    transforms = ("raw", "sigmoid", "normalized")
+    transforms = ("raw", "sigmoid", *SCALED)
 
 
 class VlmRewardGroup(_TrainedReward, GroupwiseRewardModel):

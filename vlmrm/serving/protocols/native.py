@@ -27,7 +27,7 @@ from vlmrm.serving.settings import Limits
 from vlmrm.serving.strict_json import Column, StrictRoute, body_of
 from vlmrm.settings import Strict
 
-TransformName = Literal["raw", "sigmoid", "zscore", "rank", "win_rate", "normalized"]
+TransformName = Literal["raw", "sigmoid", "zscore", "rank", "win_rate", "normalized", "percentile", "probability"]
 
 
 class RewardItem(Strict):

@@ -1,0 +1,254 @@
+"""A laboratory of named outputs: procedural pictures whose true reward is known, and one tiny model for all of it.
+
+A picture is a disc: its size, its hue, and the light around it. One training has ratings of single pictures in three
+dimensions (with noise, three in ten missing), pairs that a criterion in the prompt decides, solutions of three steps
+that describe a picture rightly or wrongly, and episodes in which the disc grows, with rewinds. Figures are on new
+ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+
+from benchmarks import harness, runs
+from benchmarks.harness import Row, row
+from vlmrm.conversation import Comparison
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.comparisons import load_comparisons
+from vlmrm.measures.outputs import output_figures
+from vlmrm.measures.statistics import CalibrationError, fitted_temperature
+from vlmrm.modeling import load_for_training, load_processor, make_tiny
+from vlmrm.outputs import Outputs
+from vlmrm.scoring import load_scorer
+from vlmrm.scoring.transforms import scale_of, transform_named
+from vlmrm.training import train
+from vlmrm.training.losses import Objective, judged_weights
+
+DIMENSIONS = ("light", "size", "hue")
+OUTPUTS = {
+    "better": "preference",
+    **dict.fromkeys(DIMENSIONS, "rating 1-5"),
+    "right": "correctness",
+    "done": "progress",
+}
+TRUE = {"light": ("dark", "bright"), "size": ("small", "large"), "hue": ("red", "yellow")}
+CRITERIA = {"light": "The brighter picture is better.", "size": "The larger disc is better."}
+STEPS, FRAMES, STEPS_OF_TRAINING = 3, 5, 1200
+NOISE, MISSING = 0.25, 0.3  # of ratings: a standard deviation of raters, and the share that is left out
+
+Rows = list[dict[str, Any]]
+
+
+def picture(file: Path, light: float, size: float, hue: float) -> str:
+    image = Image.new("RGB", (56, 56), (int(40 + 160 * light),) * 3)
+    radius = 4 + 14 * size
+    box = (28 - radius, 28 - radius, 28 + radius, 28 + radius)
+    ImageDraw.Draw(image).ellipse(box, fill=(255, int(255 * hue), 0))
+    image.save(file)
+    return file.name
+
+
+def write_data(folder: Path, rng: np.random.Generator, count: int, noise: float) -> dict[str, Path]:
+    """Write `count` rows of each kind, and return their files."""
+    folder.mkdir(parents=True)
+    number = itertools.count()
+
+    def new(**known: float) -> tuple[str, dict[str, float]]:
+        values = {name: known.get(name, float(rng.random())) for name in DIMENSIONS}
+        return picture(folder / f"{next(number)}.png", **values), values
+
+    kinds: dict[str, Callable[[], dict[str, Any]]] = {
+        "ratings": lambda: _rated(new, rng, noise),
+        "pairs": lambda: _pair(new, rng),
+        "steps": lambda: _solution(new, rng),
+        "episodes": lambda: _episode(new, rng),
+    }
+    files = {}
+    for name, make in kinds.items():
+        files[name] = folder / f"{name}.jsonl"
+        rows: Rows = [make() for _ in range(count)]
+        files[name].write_text("".join(json.dumps(one) + "\n" for one in rows))
+    return files
+
+
+def _rated(new: Callable[..., Any], rng: np.random.Generator, noise: float) -> dict[str, Any]:
+    image, values = new()
+    rated = {name: float(np.clip(1 + 4 * value + rng.normal(0, noise), 1, 5)) for name, value in values.items()}
+    kept = {name: it for name, it in rated.items() if not noise or rng.random() >= MISSING or name == "light"}
+    return {"prompt": "Draw a disc.", "response_image": image, **kept}
+
+
+def _pair(new: Callable[..., Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Return two pictures of which one is brighter and the other has the larger disc; the criterion decides."""
+    low, high = sorted(rng.random(2))
+    small, large = sorted(rng.random(2))
+    (bright, _), (big, _) = new(light=high, size=small), new(light=low, size=large)
+    name = str(rng.choice([*CRITERIA]))
+    chosen, rejected = (bright, big) if name == "light" else (big, bright)
+    return {"prompt": CRITERIA[name], "chosen_image": chosen, "rejected_image": rejected}
+
+
+def _solution(new: Callable[..., Any], rng: np.random.Generator) -> dict[str, Any]:
+    image, values = new(**{name: float(rng.choice([0.15, 0.85]) + rng.uniform(-0.1, 0.1)) for name in DIMENSIONS})
+    right = rng.random(STEPS) < 0.7
+    texts = [
+        f"It is {TRUE[name][int((values[name] > 0.5) == bool(ok))]}."
+        for name, ok in zip(rng.permutation([*TRUE]), right, strict=True)
+    ]
+    return {"prompt": "Describe it.", "images": [image], "completions": texts, "labels": right.tolist()}
+
+
+def _episode(new: Callable[..., Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Return an episode: the disc's size is the progress, which goes back as often as on."""
+    sizes = rng.random(FRAMES).round(2).tolist()
+    light, hue = rng.random(2)
+    frames = [new(size=size, light=light, hue=hue)[0] for size in sizes]
+    return {"task": "Make the disc large.", "frames": frames, "progress": sizes}
+
+
+def one_seed(folder: Path, seed: int, quick: bool) -> dict[str, float]:
+    """Train the model of a seed, and return its figures."""
+    count = 24 if quick else 700
+    rng = np.random.default_rng(seed)
+    trained, held_out = (
+        write_data(folder / it, rng, n, noise)
+        for it, n, noise in (("train", count, NOISE), ("new", 24 if quick else 300, 0.0))
+    )
+    result = train(
+        runs.training_words(
+            make_tiny(folder / "base"),
+            [*trained.values()],
+            folder / "out",
+            outputs=[f"{name}={kind}" for name, kind in OUTPUTS.items()],
+            max_steps=4 if quick else STEPS_OF_TRAINING,
+            per_device_train_batch_size=16,
+            learning_rate=1e-3,
+            lr_scheduler_type="cosine",
+            warmup_steps=100,
+            seed=seed,
+        )
+    )
+    scorer: Any = load_scorer(result.model_dir, dtype="float32")
+    scored = {name: Scored.of(scorer, file) for name, file in held_out.items()}
+    ratings = scored["ratings"].figures
+    return {
+        **{f"rank_{name}": ratings[name]["rank"] for name in DIMENSIONS},
+        "leak": leak(scored["ratings"]),
+        "auc": scored["steps"].figures["right"]["auc"],
+        "order": scored["episodes"].figures["done"]["order"],
+        "criterion": scored["pairs"].figures["better"]["accuracy"],
+        **calibration(scored["pairs"], scored["ratings"]),
+    }
+
+
+class Scored:
+    """Comparisons with the values of each output of their answers, and the figures of both."""
+
+    def __init__(self, comparisons: Sequence[Comparison], values: Sequence[Mapping[str, Sequence[float]]]):
+        self.comparisons, self.values = comparisons, values
+        self.figures = output_figures(Outputs.parse(OUTPUTS), comparisons, values)
+
+    @classmethod
+    def of(cls, scorer: Any, file: Path) -> Scored:
+        rows = load_comparisons([str(file)], arguments=DataArguments(outputs=OUTPUTS))
+        comparisons = [one["comparison"] for one in rows]
+        values = []
+        for comparison in comparisons:
+            named = scorer.score_outputs(comparison.conversations())
+            values.append({name: [it[name] for it in named] for name in OUTPUTS})
+        return cls(comparisons, values)
+
+
+def leak(scored: Scored) -> float:
+    """Return the largest correlation of an output with another dimension, without what its own explains."""
+    truth = {
+        name: np.array([next(j.values[0] for j in it.judgements if j.dimension == name) for it in scored.comparisons])
+        for name in DIMENSIONS
+    }
+    largest = 0.0
+    for name, other in itertools.permutations(DIMENSIONS, 2):
+        own = np.stack([np.ones_like(truth[name]), truth[name]], 1)
+        rest = [
+            it - own @ np.linalg.lstsq(own, it, rcond=None)[0]
+            for it in (np.array([v[name][0] for v in scored.values]), truth[other])
+        ]
+        largest = max(largest, abs(float(np.corrcoef(*rest)[0, 1])))
+    return largest
+
+
+def calibration(pairs: Scored, singles: Scored) -> dict[str, float]:
+    """Return the error of probabilities and of percentiles, each on a half that did not set the scale."""
+    margins = np.array([values["better"][0] - values["better"][1] for values in pairs.values])
+    temperature = fitted_temperature(margins[::2])
+    error = CalibrationError(margins[1::2] / temperature).influence().value
+    scores = np.array([values["better"][0] for values in singles.values])
+    percentile = transform_named("percentile", scale_of(scores[::2], "laboratory", temperature))
+    shares = np.sort(percentile(scores[1::2]))
+    uniform = (np.arange(len(shares)) + 0.5) / len(shares)
+    return {"ece": float(error), "percentile": float(np.abs(shares - uniform).mean())}
+
+
+def step_cost(folder: Path, rounds: int) -> Row:
+    """Return the time of a training step with eight outputs over that with one, on the same pairs."""
+    base, data = make_tiny(folder / "cost"), runs.picture_pairs(folder / "pairs", 8, 8, size=(112, 112))
+    eight = Outputs.parse({"first": "preference", **{f"more{i}": "rating 1-5" for i in range(7)}})
+
+    def steps(outputs: Outputs) -> Callable[[], Callable[[], Any]]:
+        model = load_for_training(base, outputs=outputs, dtype=torch.float32, attn_implementation="sdpa").train()
+        collator = runs.collator(model, load_processor(base))
+        collator.outputs = outputs
+        [part] = runs.batches(collator, data, 8)[0]["parts"]
+        objective, totals = Objective(outputs=outputs), judged_weights(part["pairs"], len(outputs))
+
+        def step() -> None:
+            terms = objective(model(**part["inputs"][0]).logits, part["pairs"], totals)
+            torch.stack(list(terms.values())).sum().backward()
+
+        return lambda: step
+
+    timings = harness.interleave({"eight": steps(eight), "one": steps(Outputs())}, rounds)
+    return row("step_cost", **timings.ratio("eight", "one"), unit="x one output", at_most=1.1)
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    seeds = range(1 if options.quick else options.seeds)
+    with runs.workplace() as folder:
+        found = [one_seed(folder / str(seed), seed, options.quick) for seed in seeds]
+        cost = step_cost(folder, 2 if options.quick else 20)
+
+    def line(case: str, values: Sequence[float], unit: str, **target: float) -> Row:
+        spread = {"lowest": min(values), "highest": max(values), "seeds": len(values)}
+        return row(case, statistics.mean(values), unit, **target, **spread)
+
+    def of(name: str) -> list[float]:
+        return [figures[name] for figures in found]
+
+    ranks = [min(figures[f"rank_{name}"] for name in DIMENSIONS) for figures in found]
+    return [
+        line("ratings_rank", ranks, "Spearman, the least of three dimensions", at_least=0.95),
+        line("dimensions_leak", of("leak"), "partial correlation, the largest of six", at_most=0.05),
+        line("steps_auc", of("auc"), "AUC", at_least=0.95),
+        line("progress_order", of("order"), "share of frames two by two", at_least=0.95),
+        line("criterion_accuracy", of("criterion"), "share of pairs", at_least=0.9),
+        line("calibrated_ece", of("ece"), "ECE", at_most=0.03),
+        line("percentile_error", of("percentile"), "mean distance", at_most=0.03),
+        cost,
+    ]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, default=5, help="models that are trained, each on data of its own")
+
+
+if __name__ == "__main__":
+    harness.main("outputs", measure, __doc__, add_options)

@@ -1,0 +1,200 @@
+"""What a reward model answers: named outputs, each of a kind, and the one number that is made of them.
+
+A model has one output, a preference, unless the key `outputs` names others, such as `{overall: preference, clarity:
+rating 1-5}`. A judgement trains the output of its dimension, or the first whose kind takes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from vlmrm.conversation import Comparison, Judgement
+from vlmrm.errors import ConfigError, RowError
+from vlmrm.settings import did_you_mean
+
+# The kinds of judgements that each kind of output learns from without being named by their dimension.
+TAKES = {
+    "preference": ("preference", "rating"),  # Bradley-Terry; of ratings, which answer has the higher
+    "gaussian": ("preference", "rating"),  # a mean and its variance, which is that of a rater's choice
+    "rating": ("rating",),  # a number from `low` to `high`, by the logarithmic loss of its share of the range
+    "ordinal": ("rating",),  # a whole number from `low` to `high`, by the probability that it is above each below
+    "correctness": ("correctness",),  # the probability that an answer, or a solution up to a step, is right
+    "progress": ("progress",),  # how much of a task is done, from 0 to 1
+}
+RANGED = ("rating", "ordinal")
+WRITTEN = re.compile(r"(?P<kind>\w+)(?:\s+(?P<low>-?[\d.]+)\s*-\s*(?P<high>-?[\d.]+))?")
+WRITE = "write outputs: {overall: preference, clarity: rating 1-5}"
+
+
+@dataclass(frozen=True)
+class Output:
+    """One number of a reward model: its name, its kind (one of `TAKES`), its range, and its weight in the total."""
+
+    name: str = "score"
+    kind: str = "preference"
+    low: float = 0.0
+    high: float = 1.0
+    weight: float = 1.0
+
+    @classmethod
+    def parse(cls, name: str, text: str, weight: float = 1.0) -> Output:
+        """Return an output as the configuration writes it: `preference`, or `rating 1-5`."""
+        match = WRITTEN.fullmatch(str(text).strip())
+        kind = match["kind"] if match else ""
+        if match is None or kind not in TAKES or (kind in RANGED) != (match["low"] is not None):
+            ranged = " or ".join(f"{it} LOW-HIGH" for it in RANGED)
+            others = ", ".join(it for it in TAKES if it not in RANGED)
+            raise ConfigError(f"the output {name} is {text!r}: write {others}, or {ranged}.")
+        low, high = (float(match["low"]), float(match["high"])) if match["low"] is not None else (0.0, 1.0)
+        if low >= high or (kind == "ordinal" and not (low.is_integer() and high.is_integer())):
+            raise ConfigError(
+                f"the output {name} is {text!r}: give a range from low to high, of an ordinal whole numbers."
+            )
+        return cls(name, kind, low, high, weight)
+
+    @property
+    def columns(self) -> int:
+        """The columns of the head: of an ordinal one for each step of its range, of a Gaussian mean and variance."""
+        return {"ordinal": round(self.high - self.low), "gaussian": 2}.get(self.kind, 1)
+
+    @property
+    def rates(self) -> bool:
+        """Whether it learns from single answers; else pairs alone say something."""
+        return self.kind not in ("preference", "gaussian")
+
+    def share(self, value: float) -> float:
+        """Return where in the range a value lies, from 0 to 1."""
+        if not self.low <= value <= self.high:
+            raise RowError(f"its {self.name} is {value:g}, outside of {self.low:g} to {self.high:g}")
+        return (value - self.low) / (self.high - self.low)
+
+    def written(self) -> str:
+        return self.kind + (f" {self.low:g}-{self.high:g}" if self.kind in RANGED else "")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The outputs of a reward model, in the order of the head's columns; by default one preference."""
+
+    each: tuple[Output, ...] = (Output(),)
+
+    @classmethod
+    def parse(cls, outputs: Mapping[str, str] | None, total: Mapping[str, float] | None = None) -> Outputs:
+        """Return the outputs of the configuration: `total` has weights by name, by default the first alone counts."""
+        if not outputs:
+            if total:
+                raise ConfigError(f"total weighs outputs, and there is only one: {WRITE} first.")
+            return cls()
+        if unknown := sorted({*(total or {})} - {*outputs}):
+            raise ConfigError(f"total weighs {unknown[0]}, which is no output: there are {', '.join(outputs)}.")
+        try:
+            weights = {name: float(weight) for name, weight in (total or {next(iter(outputs)): 1.0}).items()}
+        except ValueError as error:
+            raise ConfigError(f"total holds what is no number ({error}): write total: {{NAME: WEIGHT}}.") from None
+        return cls(tuple(Output.parse(name, text, weights.get(name, 0.0)) for name, text in outputs.items()))
+
+    @classmethod
+    def of(cls, described: Sequence[Mapping[str, Any]] | None) -> Outputs:
+        """Return those that a checkpoint describes: `config.reward_outputs`, or `outputs` of `reward_model.json`."""
+        return cls() if described is None else cls(tuple(Output(**one) for one in described))
+
+    def described(self) -> list[dict[str, Any]] | None:
+        """Return the outputs as a checkpoint holds them; None for the default, of which it says nothing."""
+        return None if self == ONE else [asdict(one) for one in self.each]
+
+    def __iter__(self) -> Iterator[Output]:
+        return iter(self.each)
+
+    def __len__(self) -> int:
+        return len(self.each)
+
+    @property
+    def names(self) -> list[str]:
+        return [one.name for one in self.each]
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The columns of data that hold values of outputs; none for the default, whose name nobody chose."""
+        return frozenset() if self == ONE else frozenset(self.names)
+
+    @property
+    def columns(self) -> int:
+        return sum(one.columns for one in self.each)
+
+    def checked(self, name: str | None) -> str | None:
+        """Return the name of an output; raise ConfigError for one that there is not."""
+        if name is not None and name not in self.names:
+            raise ConfigError(f"the model has no output {name}{did_you_mean(name, self.names)}")
+        return name
+
+    def total(self, values: Mapping[str, float]) -> float:
+        """Return the one number of a model from its values by name: the weighted sum."""
+        return sum(one.weight * values[one.name] for one in self.each)
+
+    def index(self, judgement: Judgement) -> int:
+        """Return the number of the output that a judgement trains; raise RowError for one that trains none."""
+        if len(self) == 1 and judgement.kind in ("preference", *TAKES[self.each[0].kind]):
+            return 0  # of all criteria
+        if judgement.dimension in self.names:
+            return self.names.index(judgement.dimension)
+        takers = [number for number, one in enumerate(self.each) if judgement.kind in TAKES[one.kind]]
+        if judgement.dimension is None and takers:
+            return takers[0]
+        what = f"the dimension {judgement.dimension}" if judgement.dimension else f"a {judgement.kind}"
+        raise RowError(f"it judges {what}, which no output answers ({', '.join(self.names)}): name it in outputs")
+
+    def counted(self, comparison: Comparison) -> Comparison | None:
+        """Return a comparison with the judgements that the total can be measured by; None where there are none."""
+        if self == ONE:
+            return comparison
+        kept = tuple(it for it in comparison.judgements if self.each[self.index(it)].weight)
+        judged = {answer for judgement in kept for answer in judgement.answers}
+        return replace(comparison, judgements=kept) if len(judged) == len(comparison.answers) > 1 else None
+
+    def targets(self, judgement: Judgement) -> tuple[int, list[float] | None]:
+        """Return the output of a judgement and each answer's share of its range; None where pairs of answers train it.
+
+        Raises RowError for a value out of range, or of one answer where a preference is learned.
+        """
+        number = self.index(judgement)
+        output = self.each[number]
+        if output.rates and judgement.kind != "preference":
+            return number, [output.share(value) for value in judgement.values]
+        if len(judgement.answers) < 2:
+            raise RowError(
+                f"it has a judgement of one answer, and {output.name} learns from pairs: remove it, or rate answers "
+                f"by an output such as outputs: {{{output.name}: rating 1-5}}"
+            )
+        return number, None
+
+    def judgements(self, cells: Mapping[str, Any], count: int) -> Iterator[Judgement]:
+        """Yield the judgements in the columns of a row that are named like outputs, of its `count` answers.
+
+        A column has a number for each answer; with one answer a number, or a list of those of several raters.
+        """
+        for output in self.each:
+            if output.name not in self.named or cells.get(output.name) is None:
+                continue
+            values = cells[output.name]
+            values = [*values] if isinstance(values, (list, tuple)) else [values]
+            raters = [[value] for value in values] if count == 1 else [values]
+            kind: Any = output.kind if output.kind in ("correctness", "progress") else "rating"
+            for of_rater in raters:
+                if len(of_rater) != count:
+                    raise RowError(f"`{output.name}` holds {len(of_rater)} values for {count} answers: give each one")
+                answers = [number for number, value in enumerate(of_rater) if value is not None]
+                judged = tuple(of_rater[number] for number in answers)
+                if judged:
+                    yield Judgement(tuple(answers), judged, kind, weight=1 / len(raters), dimension=output.name)
+
+
+ONE = Outputs()
+
+
+def check_names(outputs: Iterable[str], columns: Iterable[str]) -> None:
+    """Refuse outputs that are called like a column with a meaning of its own."""
+    if both := sorted({*outputs} & {*columns}):
+        raise ConfigError(f"an output is called {both[0]}, which is a column of docs/data.md: give it another name.")
