@@ -17,7 +17,7 @@ import torch
 from vlmrm.conversation import Image, Message
 from vlmrm.data.digits import QUESTION, write_digits
 from vlmrm.errors import ConfigError
-from vlmrm.evaluation.report import build_report
+from vlmrm.evaluation.report import build_report, summary
 from vlmrm.evaluation.schema import load_results
 from vlmrm.evaluation.sweep import SweepResult, sweep
 from vlmrm.files import make_folder, write_json
@@ -58,7 +58,7 @@ def run_demo(output: Path) -> dict[str, Any]:
     assert result.best is not None and best is not None
     page = build_report([result.scores], output / "report", "What the demo's model learned")
     scores = score_one(Path(best["path"]), files["eval_answers"])
-    summary = {
+    figures = {
         "train_seconds": round(train_seconds, 1),
         "wall_seconds": round(time.perf_counter() - started, 1),
         "preference_accuracy": result.best["preference_accuracy"],
@@ -69,9 +69,9 @@ def run_demo(output: Path) -> dict[str, Any]:
         "best_checkpoint": best["path"],
         "scores": scores,
     }
-    write_json(output / "summary.json", summary)
-    print_summary(output, result, summary, page)
-    return summary
+    write_json(output / "summary.json", figures)
+    print_summary(output, result, figures, page)
+    return figures
 
 
 def training_words(output: Path, model: Path, files: Mapping[str, Path]) -> list[str]:
@@ -103,27 +103,26 @@ def score_one(checkpoint: Path, rows: Path) -> dict[str, Any]:
     return {"image": image, "prompt": QUESTION, **dict(zip(answers, scores, strict=True))}
 
 
-def print_summary(output: Path, result: SweepResult, summary: Mapping[str, Any], page: Path) -> None:
-    image, _, right, wrong = summary["scores"].items()
-    value, low, high = (f"{summary['accuracy_without_luck'][end]:.1%}" for end in ("value", "low", "high"))
+def print_summary(output: Path, result: SweepResult, figures: Mapping[str, Any], page: Path) -> None:
+    image, _, right, wrong = figures["scores"].items()
     say(
         f"""
-What happened: in {summary["train_seconds"]:.0f} s a vision-language model with random weights learned which of two
-answers, or of two pictures, is preferred. Of {summary["sample_count"]:,} held-out pairs it ranks
-{value} right (95% interval {low} to {high}), less the luck of choosing the best checkpoint; with every picture
-painted grey, {summary["blank_image_accuracy"]:.1%}.
+What happened: in {figures["train_seconds"]:.0f} s a vision-language model with random weights learned which of two
+answers, or of two pictures, is preferred.
+
+{summary([result.scores])}
+
 Asked "{QUESTION}" about {image[1]}, it scores
 
     {right[1]:+.3f}  {right[0]}
     {wrong[1]:+.3f}  {wrong[0]}
 
   report            {page}
-  best checkpoint   {summary["best_checkpoint"]}
   every checkpoint  {result.csv}
   these numbers     {output / "summary.json"}
 
 Next:
-  vlmrm score --model {summary["best_checkpoint"]} --image {image[1]} \\
+  vlmrm score --model {figures["best_checkpoint"]} --image {image[1]} \\
       --prompt "{QUESTION}" --response "{right[0]}" --response "{wrong[0]}"
 """
     )

@@ -42,6 +42,10 @@ def evaluate(*words: Words) -> None:
         say(f"see them: vlmrm report {result.scores}")
     if result.choice is not None:
         say(f"best: {result.choice['path']} with {result.choice['metric']} {result.choice['value']:.4f}")
+    if result.choice is not None and result.scores.is_file():
+        from vlmrm.evaluation.report import summary
+
+        say(summary([result.scores]))
     if result.unread:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in result.unread.items())
         count = len(result.unread) + len(result.sets)

@@ -19,6 +19,7 @@ from vlmrm.evaluation.report import digest_of, now, templates
 from vlmrm.evaluation.results import digest
 from vlmrm.evaluation.schema import ResultsFile, Row, details_path, load_results
 from vlmrm.files import make_folder, require_own_file, write_file
+from vlmrm.measures.analysis import Finding, deciding
 from vlmrm.measures.differences import compare
 from vlmrm.measures.pairs import read_pairs
 from vlmrm.measures.plots import css_variables
@@ -65,6 +66,12 @@ class DataSet:
         found = figures.get(metric or self.metric)
         return None if found is None else SetFigure(found["value"], found["low"], found["high"], len(pairs))
 
+    def is_blind(self, model: str) -> bool:
+        """Return whether the audit found that the model does not look at the images."""
+        audit = self.measured[model][0]["statistics"].get("audit", []) if model in self.measured else []
+        finding = deciding([Finding(**found) for found in audit], "image")
+        return finding is not None and finding.state == "not reliant"
+
 
 class Line(NamedTuple):
     """A model with its figures by set; one that has all also has their mean, and its best and its worst rank."""
@@ -73,6 +80,7 @@ class Line(NamedTuple):
     figures: list[SetFigure | None]
     mean: SetFigure | None
     ranks: tuple[int, int] | None
+    blind: list[str]  # the sets on which it is shown to lose nothing with another row's image
 
 
 class Leaderboard(NamedTuple):
@@ -88,6 +96,7 @@ class Leaderboard(NamedTuple):
         for line in self.lines:
             best, worst = line.ranks or (None, None)
             row: dict[str, Any] = {"model": line.model, "best_rank": best, "worst_rank": worst}
+            row["blind"] = "; ".join(line.blind)
             cells = [("mean", line.mean), *zip((it.name for it in self.sets), line.figures, strict=True)]
             for name, figure in cells:
                 names = (name, f"{name}/low", f"{name}/high", f"{name}/pairs")
@@ -128,7 +137,11 @@ def leaderboard(sources: Sequence[str | Path], *, best_only: bool = False) -> Le
     models = list(dict.fromkeys(model for column in columns for model in column.measured))
     whole = [model for model in models if all(model in column.measured for column in columns)]
     ranks, means = _ranks(columns, whole), {model: _mean(columns, model) for model in whole}
-    lines = [Line(model, [it.figure(model) for it in columns], means.get(model), ranks.get(model)) for model in models]
+    blind = {model: [it.name for it in columns if it.is_blind(model)] for model in models}
+    lines = [
+        Line(model, [it.figure(model) for it in columns], means.get(model), ranks.get(model), blind[model])
+        for model in models
+    ]
     lines.sort(key=lambda line: (line.ranks is None, -(line.mean.value if line.mean else 0), line.model))
     return Leaderboard(columns, lines, notes)
 

@@ -134,7 +134,7 @@ def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
         # A model that is right as often as chance has nothing to lose.
         above = _test(Mean(np.where(np.isnan(mean), np.nan, pairs.credits - CHANCE)), pairs.clusters, MARGIN)
         p = max(p, above.p if above.centre > 0 and above.claim == "reliant" else 1.0)
-    one_question = "prompt_text" in pairs.frame and pairs.frame["prompt_text"].nunique() == 1
+    one_question = "prompt_text" in pairs.frame and pairs.frame["prompt_text"][~np.isnan(mean)].nunique() == 1
     if intervention.family == "question" and not intervention.decides and one_question:
         reason = "All rows ask the same question, so that these data cannot tell; those of several would."
     of_loss = tests[0].estimate

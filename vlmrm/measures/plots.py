@@ -28,7 +28,6 @@ from vlmrm.measures.intervals import Estimate
 
 BINS = 48
 LINES = 3  # of the name of a row
-POINTS = 600  # of a scatter: more would make the page slow
 # name: (light, dark). Text and lines keep a contrast of at least 4.5 to their paper; grid and band are decoration.
 COLOURS = {
     "paper": ("#fefefe", "#16181d"),
@@ -236,28 +235,6 @@ def intervals(estimates: Mapping[str, Estimate], overall: float | None = None) -
     axes.set_xlim(low - room, high + room)
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.grid(axis="y", visible=False)
-    return figure
-
-
-def bias(differences: np.ndarray, margins: np.ndarray, label: str) -> Figure:
-    """Draw margins[N] against differences[N] of what should not matter: points, and means of tenths or few values."""
-    figure, axes = canvas()
-    order = np.argsort(differences, kind="stable")
-    values, starts = np.unique(differences[order], return_index=True)
-    few = len(values) <= 10
-    sampled = np.linspace(0, len(order) - 1, min(POINTS, len(order))).astype(int)
-    axes.scatter(differences[order][sampled], margins[order][sampled], s=7, color=MUTED, alpha=0.35, linewidth=0)
-    parts = np.split(order, starts[1:]) if few else [part for part in np.array_split(order, 10) if len(part)]
-    x = [float(np.median(differences[part])) for part in parts]
-    y = [float(np.mean(margins[part])) for part in parts]
-    label_of_means = "mean margin of each difference" if few else "mean margin of each tenth"
-    axes.plot(x, y, color=REJECTED, marker="o", ms=5, mec=PAPER, label=label_of_means)
-    axes.axhline(0, color=INK, linewidth=1)
-    axes.axvline(0, color=GRID, linewidth=1.4)
-    low, high = np.quantile(differences, [0.005, 0.995])
-    room = 0.05 * (high - low) or 1.0
-    axes.set(xlabel=label, ylabel="margin", xlim=(low - room, high + room))
-    axes.legend()
     return figure
 
 

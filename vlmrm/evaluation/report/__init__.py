@@ -15,9 +15,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import vlmrm
 from vlmrm.errors import ConfigError
-from vlmrm.evaluation.report.audit import headline
+from vlmrm.evaluation.report import audit
 from vlmrm.evaluation.report.checkpoints import (
     Checkpoint,
+    Choice,
     choose,
     interval,
     number,
@@ -29,8 +30,8 @@ from vlmrm.evaluation.report.checkpoints import (
     training_logs,
     without_figures,
 )
-from vlmrm.evaluation.report.explorer import galleries, pack_pairs
-from vlmrm.evaluation.report.sections import halves, sections
+from vlmrm.evaluation.report.explorer import pack_pairs
+from vlmrm.evaluation.report.sections import curve, sections
 from vlmrm.files import make_folder, require_own_file, write_file
 from vlmrm.libraries import missing
 from vlmrm.measures.intervals import Estimate
@@ -57,16 +58,15 @@ def build_report(
     checkpoints, left_out = split(read_frames(sources))
     sweeps = read_sweeps(sources)
     choice = choose(checkpoints, sweeps)
-    best, reason = choice.best, choice.reason
-    if choice.among > 1:
-        on_these = percent(best.accuracy.value)
-        reason += f", less the luck of the choice among {choice.among}: on these pairs it has {on_these}"
+    best, chips = choice.best, audit.chips(choice)
+    if choice.leakage and choice.leakage["leaked_rows"]:
+        left_out.append("{leaked_rows:,} of {rows:,} rows were trained on.".format_map(choice.leakage))
     folder = Path(output_dir)
     require_own_file(folder / PAGE, 'content="vlmrm report"')
     make_folder(folder / PLOTS)
     with drawing():
-        page_sections = sections(checkpoints, choice, training_logs(sweeps))
-        drawings = [drawing for section in page_sections for drawing in section.drawings]
+        first, page_sections = curve(checkpoints, best), sections(checkpoints, choice, training_logs(sweeps))
+        drawings = [*first, *(drawing for section in page_sections for drawing in section.drawings)]
         drawn = {it.name: save(it.figure, folder / PLOTS, it.name) for it in drawings}
     dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {css_variables(dark=True)} }} }}"
     style = f":root {{ {css_variables(dark=False)} }}\n{dark}\n{_beside('page.css')}"
@@ -77,24 +77,17 @@ def build_report(
         .render(
             title=title,
             best=best,
-            reason=reason if len(checkpoints) > 1 else None,
-            leakage=choice.leakage,
-            accuracy=percent(choice.accuracy.value),
-            interval=interval(choice.accuracy),
-            altered={
-                i.condition: percent(share.value) if (share := best.altered(i.name)).n else "not measured"
-                for i in INTERVENTIONS.values()
-                if i.family == "image" and i.standard and not i.repeats
-            },
+            path=choice.path,
+            use=audit.use(choice),
+            peers=audit.peers(choice),
+            chips=chips,
+            trust=audit.trust(choice, chips),
             clusters=best.pairs["cluster"].nunique(),
             ties=len(best.rows) - len(best.pairs),
-            headline=headline(best.audit),
             left_out=[*left_out, *without_figures(sweeps)],
+            first=first,
             sections=page_sections,
-            halves=halves(page_sections),
             drawn=drawn,
-            number=number,
-            galleries=galleries(best),
             pairs=pack_pairs(checkpoints, best),
             group="category" if "category" in best.rows else "",
             style=style,
@@ -173,6 +166,11 @@ def _results_table(results: Sequence[Path]) -> pd.DataFrame:
     return rows.where(rows.notna(), None)
 
 
+def summary(sources: Sequence[pd.DataFrame | str | Path]) -> str:
+    """Return what the report of these sources begins with, as lines of text."""
+    return audit.summary(choose(split(read_frames(sources))[0], read_sweeps(sources)))
+
+
 def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, data: str) -> Path:
     """Write README.md into a complete checkpoint, in place of an earlier card, and return its path.
 
@@ -187,25 +185,23 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
     [frame] = read_frames([results])
     measured, sweeps = _find(folder, frame), read_sweeps([results])
     choice = choose(split([frame])[0], sweeps)
-    chosen = (choice.best.model, choice.best.name) == (measured.model, measured.name)
-    accuracy, among = (choice.accuracy, choice.among) if chosen else (measured.accuracy, 1)
+    if (choice.best.model, choice.best.name) != (measured.model, measured.name):
+        choice = Choice(measured, "", "", measured.accuracy, None, None)
     rows = (row for sweep in sweeps for row in sweep["results"] if "provenance" in row)
     named = (row for row in rows if (row["model"], row["checkpoint"]) == (measured.model, measured.name))
     altered = {it.view: measured.altered(name) for name, it in INTERVENTIONS.items()}
-    shares = {"all pairs": accuracy, **{name: share for name, share in altered.items() if share.n}}
+    shares = {"all pairs": measured.accuracy, **{name: share for name, share in altered.items() if share.n}}
     base = info.get("provenance", {}).get("base_model")
     environment = templates(escape=False)  # in Markdown, texts of the data are cells of tables, which `cell` escapes
     environment.filters["cell"] = _cell
     text = environment.get_template("card.md.jinja").render(
-        metadata=_metadata(folder, base, accuracy, data).to_yaml(),
+        metadata=_metadata(folder, base, choice.accuracy, data).to_yaml(),
         name=_name(folder),
         base=Path(base).name if base is not None and Path(base).exists() else base,  # a hub id, or a folder's name
         data=data,
-        accuracy=percent(accuracy.value),
-        among=among,
-        on_these=percent(measured.accuracy.value),
+        chips=(chips := audit.chips(choice)),
+        trust=audit.trust(choice, chips),
         rows=[(name, percent(it.value), interval(it), f"{it.n:,}") for name, it in shares.items()],
-        headline=headline(measured.audit),
         length=percent(measured.figures["length_baseline_accuracy"]["value"]),
         correlation=number(measured.figures["margin_length_correlation"]["value"], 2),
         scored=next((row["provenance"] for row in named), None),  # scored pairs alone have none

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -17,11 +17,13 @@ from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.choosing import MEAN, Criterion, split_metric
 from vlmrm.evaluation.schema import Best, ResultsFile, details_path, load_results
 from vlmrm.measures.analysis import GROUP, Finding, analyse, audit, figures
+from vlmrm.measures.differences import PairedTest, compare
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.pairs import COLUMNS, margins_of, not_finite, read_pairs
 
 TrainingLog = Sequence[Mapping[str, float]]  # HF's `log_history`
 
+CATEGORY = "category"
 MOST_LOGS = 6  # trainings of which the report shows the curves
 NEEDED = ("model", "checkpoint", *COLUMNS)
 
@@ -67,7 +69,7 @@ class Checkpoint:
         return self.share(f"{intervention}_accuracy")
 
     def shares(self, column: str) -> dict[str, Estimate]:
-        """Return the accuracy by value of `category` or a column by/NAME, of values with a pair that is no tie."""
+        """Return the accuracy by value of CATEGORY or a column by/NAME, of values with a pair that is no tie."""
         by = self.groups["by"]
         groups = by.get(column.removeprefix(GROUP), {}) if column.startswith(GROUP) else self.groups["category"]
         shares = {value: Estimate(**group["preference_accuracy"]) for value, group in groups.items()}
@@ -154,11 +156,14 @@ class Choice:
 
     best: Checkpoint
     reason: str
+    path: str
     accuracy: Estimate  # without the luck of being chosen among so many as `among`
     leakage: dict[str, Any] | None  # the overlap of its data with the training data, None if unknown
     benchmark: tuple[str, Mapping[str, Mapping[str, Any]]] | None  # a public one's name and its figures
     among: int = 1  # also where the luck is unknown
     limits: Mapping[str, str] = field(default_factory=dict)  # interventions that could not be tried, with the reason
+    behind: Mapping[str, PairedTest] = field(default_factory=dict)  # the best against each other, by its label
+    unlike: str = ""  # why they cannot be compared
 
 
 def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:
@@ -203,12 +208,24 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
     rows = [checkpoint.rows for checkpoint in checkpoints]
     honest = None if criterion is None else criterion.without_luck(rows, "preference_accuracy")
     accuracy, among = (best.accuracy, 1) if honest is None else (honest, len(checkpoints))
+    choice = Choice(best, reason, "/".join(name), accuracy, None, None, among, {}, *_compared(best, checkpoints))
     held = [(sweep, row) for sweep in sweeps for row in sweep["results"] if (row["model"], row["checkpoint"]) == name]
     if not held:
-        return Choice(best, reason, accuracy, None, None, among)
+        return choice
     sweep, row = held[0]
     benchmark = (sweep["settings"]["benchmark"], row["benchmark"]) if "benchmark" in row else None
-    return Choice(best, reason, accuracy, sweep["leakage"], benchmark, among, row.get("limits", {}))
+    known = {"leakage": sweep["leakage"], "benchmark": benchmark, "limits": row.get("limits", {})}
+    return replace(choice, path=row["path"], **known)
+
+
+def _compared(best: Checkpoint, checkpoints: Sequence[Checkpoint]) -> tuple[Mapping[str, PairedTest], str]:
+    """Return the test of the best against each other checkpoint by label, or why there is none."""
+    others = [checkpoint for checkpoint in checkpoints if checkpoint is not best]
+    try:
+        tests = compare({checkpoint.label: checkpoint.rows for checkpoint in (best, *others)})
+    except DataError as error:
+        return {}, str(error)
+    return {test.second: test for test in tests[: len(others)]}, ""
 
 
 def _criterion(best: Best | None, sets: Collection[str | None]) -> tuple[Criterion | None, str]:

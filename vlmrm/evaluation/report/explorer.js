@@ -399,7 +399,16 @@ class Explorer {
       const margin = make("b", {}, number(this.pairs.margins(model)[row]));
       return cell("judged", margin, this.verdict(model, row));
     });
-    return [cell("name", make("b", {}, names[row]), make("span", {}, prompt)), cell("value", first ?? ""), ...judged];
+    const name = cell("name", ...this.thumbnail(row), make("b", {}, names[row]), make("span", {}, prompt));
+    return [name, cell("value", first ?? ""), ...judged];
+  }
+
+  /** Return the first picture of a pair that the page has. */
+  thumbnail(row) {
+    const { images, thumbnails } = this.pairs;
+    const numbers = ["prompt", "chosen", "rejected"].flatMap((role) => images[this.pairs.column("images", role)[row]]);
+    const shown = numbers.find((image) => image in thumbnails);
+    return shown === undefined ? [] : [make("img", { src: `data:image/jpeg;base64,${thumbnails[shown]}`, alt: "" })];
   }
 
   /** Return the verdict as an element. */
@@ -525,6 +534,11 @@ class Explorer {
   }
 }
 
+at("copy").hidden = false;
+at("copy").addEventListener("click", (event) => {
+  getSelection().selectAllChildren(at("path"));
+  if (document.execCommand("copy")) event.target.textContent = "Copied"; // else it is selected, to be copied by hand
+});
 unpack(at("pairs-data").textContent)
   .then((block) => {
     at("explorer").hidden = false;

@@ -13,7 +13,6 @@ import json
 import logging
 import zlib
 from collections.abc import Iterable, Sequence
-from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +32,6 @@ from vlmrm.measures.pairs import PairArrays, pair_index
 logger = logging.getLogger("vlmrm")
 
 SIDE = 320  # pixels of a thumbnail, the longer one
-COUNT = 12  # examples of a gallery
 IMAGES = 4  # of one prompt or answer
 
 # What the page may hold. A longer page would open slowly; what is left out is said on it.
@@ -225,64 +223,22 @@ def _thumbnails(
     left = IMAGE_BYTES
     gone: list[str] = []
     for number in dict.fromkeys(chain.from_iterable(of_rows)):
-        uri = thumbnail(paths[number])
-        if uri is None:
+        picture = thumbnail(paths[number])
+        if picture is None:
             gone.append(paths[number])
             continue
-        left -= len(uri)
+        left -= len(picture)
         if left < 0:
             notes.append(
                 f"{len(thumbnails):,} of {len(paths):,} images are on this page, those of mistakes first; of the "
                 "others it has the paths."
             )
             return thumbnails
-        thumbnails[number] = uri.partition(",")[2]
+        thumbnails[number] = picture
     if gone:
         notes.append(f"{len(gone):,} images could not be opened.")
         logger.warning("The report lacks %s images that cannot be opened, such as %s", f"{len(gone):,}", gone[0])
     return thumbnails
-
-
-# Example pairs: the most confident mistakes and the narrowest wins ---------------------------------------------------
-
-
-def galleries(best: Checkpoint) -> list[dict[str, Any]]:
-    """Return the pairs with the lowest margins below zero, and the lowest above, for the page; one of each cluster."""
-    order = np.argsort(best.margins, kind="stable")
-    mistakes = "A confident mistake is often a wrong label: look before blaming the model."
-    made = []
-    for name, title, way, advice, rows in (
-        ("mistakes", "The most confident mistakes", "wrong", mistakes, order[best.margins[order] < 0]),
-        ("wins", "The narrowest wins", "right", "Little would turn these round.", order[best.margins[order] > 0]),
-    ):
-        repeated = best.pairs["cluster"].iloc[rows].duplicated().to_numpy()
-        shown = [_example(row) for row in best.pairs.iloc[rows[~repeated][:COUNT]].to_dict("records")]
-        text = f"At most one pair a cluster. {advice}" if shown else f"No pair is ranked the {way} way."
-        made.append({"id": name, "title": title, "text": text, "examples": shown})
-    return made
-
-
-def _example(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a pair: the prompt, and both answers with their scores."""
-    images, category = paths_of(row.get("image_paths")), row.get("category")
-    answers: list[dict[str, Any]] = [
-        {
-            "role": side,
-            "score": float(row[f"{side}_score"]),
-            "text": row.get(f"{side}_text") or "",
-            "pictures": _pictures(paths_of(row.get(f"{side}_image_paths")), f"image of the {side} answer"),
-        }
-        for side in ("chosen", "rejected")
-    ]
-    return {
-        "id": str(row["comparison_id"]),
-        "category": category if isinstance(category, str) else None,
-        "margin": answers[0]["score"] - answers[1]["score"],
-        "prompt": row.get("prompt_text") or "",
-        "pictures": _pictures(images, "image of the prompt"),
-        "more_images": max(len(images) - IMAGES, 0),
-        "answers": answers,
-    }
 
 
 def paths_of(value: Any) -> list[str]:
@@ -290,15 +246,8 @@ def paths_of(value: Any) -> list[str]:
     return [] if value is None or isinstance(value, float) else [str(path) for path in value]
 
 
-def _pictures(paths: list[str], alt: str) -> list[dict[str, str | None]]:
-    """Return images as data URIs, None for one that cannot be opened."""
-    alts = [f"{alt} {number}" for number in range(1, IMAGES + 1)] if len(paths) > 1 else [alt]
-    return [{"alt": alt, "uri": thumbnail(path)} for alt, path in zip(alts, paths, strict=False)]
-
-
-@cache
 def thumbnail(path: str) -> str | None:
-    """Return a JPEG of at most 320 x 320 pixels as a data URI; None if it cannot be opened."""
+    """Return a JPEG of at most 320 x 320 pixels in base64; None if it cannot be opened."""
     try:
         image = open_image(path)
     except RowError as error:
@@ -307,4 +256,4 @@ def thumbnail(path: str) -> str | None:
     image.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     image.save(buffer, format="JPEG", quality=78, optimize=True)
-    return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()
+    return base64.b64encode(buffer.getvalue()).decode()

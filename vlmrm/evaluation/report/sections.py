@@ -4,28 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from vlmrm.errors import DataError
 from vlmrm.evaluation.public import benchmark, published_table
 from vlmrm.evaluation.report import audit
-from vlmrm.evaluation.report.checkpoints import Checkpoint, Choice, TrainingLog, interval, number, percent, points
+from vlmrm.evaluation.report.checkpoints import (
+    CATEGORY,
+    Checkpoint,
+    Choice,
+    TrainingLog,
+    interval,
+    number,
+    percent,
+    points,
+)
 from vlmrm.measures import plots
-from vlmrm.measures.analysis import GROUP
+from vlmrm.measures.analysis import GROUP, MARGIN
 from vlmrm.measures.analysis import LEVEL as TOGETHER
-from vlmrm.measures.differences import PairedTest, compare
+from vlmrm.measures.differences import PairedTest
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
-from vlmrm.measures.metrics import METRICS, Metric
+from vlmrm.measures.metrics import METRICS
 
 CATEGORIES = 40  # in one figure; the table beside it has them all
-CATEGORY = "category"
 LONG = 30  # letters of a name, more than half a page has room for
-COMPARED = 8  # checkpoints of the matrix
 LEAKS = 2  # rows that are named of each kind; the results have more
 LEAKED = "leaked"  # the column that a sweep with train_data adds, shown in a section of its own
 
@@ -42,11 +47,15 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of texts; the first of each names it. With many columns or long names it stands across the page."""
+    """Rows of texts; the first of each names it. With many columns or long names it stands across the page.
+
+    The first `kept` rows stay in sight when the others scroll.
+    """
 
     caption: str
     head: list[str]
     rows: list[list[str]]
+    kept: int = 0
 
     @property
     def across(self) -> bool:
@@ -55,13 +64,17 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """One heading of the page. Without drawings and tables, `text` says why there is nothing to show."""
+    """One heading of the page. Without drawings and tables, `text` says why there is nothing to show.
+
+    `method` comes after what was found.
+    """
 
     id: str
     title: str
     text: str
     drawings: list[Drawing] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
+    method: str = ""
 
 
 def sections(
@@ -70,7 +83,7 @@ def sections(
     """Return all sections in the order of the page; most are of the best checkpoint. `logs` are by training."""
     best = choice.best
     return [
-        of_checkpoints(checkpoints, best),
+        of_checkpoints(checkpoints, choice),
         *([of_training(logs)] if logs else []),
         *([of_published(best, *choice.benchmark)] if choice.benchmark else []),
         of_audit(best, choice.limits),
@@ -80,78 +93,75 @@ def sections(
         of_best_of_n(best),
         of_shortcuts(best),
         of_leakage(best, choice.leakage),
-        of_comparison(checkpoints),
     ]
 
 
-def halves(page: Sequence[Section]) -> set[str]:
-    """Return the ids of sections that stand side by side: two in a row with at most one drawing and no table."""
-    ids: list[str] = []
-    for first, second in pairwise(page):
-        if first.id not in ids and all(len(s.drawings) < 2 and not s.tables for s in (first, second)):
-            ids += [first.id, second.id]
-    return set(ids)
-
-
-def of_checkpoints(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> Section:
+def curve(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> list[Drawing]:
+    """Return the drawing of accuracy by step; none where no model has two checkpoints."""
     curves = []
     for model in dict.fromkeys(checkpoint.model for checkpoint in checkpoints):
         stepped = [(c.step, c.accuracy, c.label) for c in checkpoints if c.model == model and not np.isnan(c.step)]
         if stepped:
             steps, accuracies, labels = zip(*stepped, strict=True)
             curves.append(plots.Curve(labels[0].rpartition("/")[0] or "accuracy", steps, accuracies))
-    drawings = []
-    drawn = any(len(curve.steps) > 1 for curve in curves)
-    if drawn:
-        alt = "; ".join(
-            f"{c.label}: from {percent(c.accuracies[0].value)} at step {c.steps[0]:,.0f} "
-            f"to {percent(c.accuracies[-1].value)} at step {c.steps[-1]:,.0f}"
-            for c in curves
-        )
-        ring = None if np.isnan(best.step) else (best.step, best.accuracy.value)
-        figure = plots.accuracy_by_step(curves, ring)
-        caption = "Accuracy of each checkpoint. Bands are 95% intervals; the ring marks the best."
-        drawings.append(Drawing("accuracy_by_step", figure, f"Accuracy by training step. {alt}.", caption))
-    altered = {f"{name}_accuracy" for name in INTERVENTIONS}
-    columns = [metric for metric in _tabled(checkpoints) if metric.name not in altered]
+    if all(len(curve.steps) < 2 for curve in curves):
+        return []
+    alt = "; ".join(
+        f"{c.label}: from {percent(c.accuracies[0].value)} at step {c.steps[0]:,.0f} "
+        f"to {percent(c.accuracies[-1].value)} at step {c.steps[-1]:,.0f}"
+        for c in curves
+    )
+    ring = None if np.isnan(best.step) else (best.step, best.accuracy.value)
+    caption = "Accuracy of each checkpoint. Bands are 95% intervals; the ring marks the best."
+    figure = plots.accuracy_by_step(curves, ring)
+    return [Drawing("accuracy_by_step", figure, f"Accuracy by training step. {alt}.", caption)]
+
+
+def of_checkpoints(checkpoints: Sequence[Checkpoint], choice: Choice) -> Section:
+    """Show every checkpoint, the best first, and how far each is behind it."""
+    others = {f"{name}_accuracy" for name, it in INTERVENTIONS.items() if not (it.decides and it.family == "image")}
+    shown = (it for it in METRICS.values() if it.column and it.label and it.name not in others)
+    columns = [metric for metric in shown if not all(np.isnan(metric.value(c.figures)) for c in checkpoints)]
+    compared = ["points behind", "95% interval", "p"] if choice.behind else []
     rows = [
         [
-            checkpoint.label + (" (best)" if checkpoint is best and len(checkpoints) > 1 else ""),
+            checkpoint.label + (" (best)" if checkpoint is choice.best and len(checkpoints) > 1 else ""),
             percent(checkpoint.accuracy.value),
             interval(checkpoint.accuracy),
+            *([*_compared(choice.behind.get(checkpoint.label))] if compared else []),
             f"{checkpoint.accuracy.n:,}",
             *[(percent if metric.percent else number)(metric.value(checkpoint.figures)) for metric in columns],
         ]
-        for checkpoint in checkpoints
+        for checkpoint in sorted(checkpoints, key=lambda it: (it is not choice.best, -it.accuracy.value))
     ]
-    head = ["checkpoint", "accuracy", "95% interval", "pairs", *[metric.label for metric in columns]]
-    tables = [Table("Every checkpoint", head, rows), *_altered_accuracies(checkpoints)]
-    text = "" if drawn else "One checkpoint a model: there is no curve over steps to draw."
-    if len(checkpoints) > 1:
-        text = f"{text} Bands and intervals are each checkpoint's own; whether two differ is tested below.".strip()
-    return Section("checkpoints", "Checkpoints", text, drawings, tables)
+    head = ["checkpoint", "accuracy", "95% interval", *compared, "pairs", *[metric.label for metric in columns]]
+    table = Table("Every checkpoint, the best first", head, rows, kept=int(len(rows) > 1))
+    return Section("checkpoints", "Checkpoints", "", [], [table], _of_differences(choice))
 
 
-def _tabled(checkpoints: Sequence[Checkpoint]) -> list[Metric]:
-    """Return the metrics of the table of checkpoints that one of them has."""
-    shown = (metric for metric in METRICS.values() if metric.column and metric.label)
-    return [metric for metric in shown if not all(np.isnan(metric.value(c.figures)) for c in checkpoints)]
+def _of_differences(choice: Choice) -> str:
+    """Return what the differences between checkpoints mean, and which these pairs would show."""
+    tests = list(choice.behind.values())
+    if not tests:
+        return choice.unlike and f"{choice.unlike}."
+    sizes = sorted(test.detectable for test in tests if not np.isnan(test.detectable))
+    between = " to ".join(points(size) for size in (*sizes[:1], *sizes[1:][-1:]))
+    seen = f"They show one of {between} points four times in five; a smaller one may stay unseen."
+    return (
+        f"Points behind are of the {tests[0].pairs:,} pairs that all have. A difference is more than chance where its "
+        "interval is without zero, and there p is below 0.05: both are from exchanges within whole clusters and hold "
+        f"for all differences together. {seen if sizes else 'So few clusters show none.'}"
+    )
 
 
-def _altered_accuracies(checkpoints: Sequence[Checkpoint]) -> list[Table]:
-    """Return the table of accuracies under each intervention, a column a checkpoint; none without interventions."""
-    compared = sorted(checkpoints, key=lambda checkpoint: -checkpoint.accuracy.value)[:COMPARED]
-    metrics = {metric.name for metric in _tabled(compared)}
-    rows = [
-        [intervention.view, *[percent(checkpoint.altered(name).value) for checkpoint in compared]]
-        for name, intervention in INTERVENTIONS.items()
-        if f"{name}_accuracy" in metrics
-    ]
-    if len(compared) < 2 or not rows:
-        return []
-    few = f" of the {COMPARED} best checkpoints" if len(checkpoints) > COMPARED else ""
-    caption = f"Accuracy{few} by what the model saw"
-    return [Table(caption, ["what the model saw", *[checkpoint.label for checkpoint in compared]], rows)]
+def _compared(test: PairedTest | None) -> tuple[str, str, str]:
+    """Return the cells of a checkpoint that the best was tested against; its accuracies are shown in tenths, too."""
+    if test is None:
+        return "–", "–", "–"
+    ahead = points(round(test.first_accuracy, 3) - round(test.second_accuracy, 3))
+    _, low, high, *_ = test.difference
+    ends = "–" if np.isnan(low) else f"{points(low)} to {points(high)}"
+    return ahead, ends, "< 0.001" if test.p_value < 0.001 else f"{test.p_value:.3f}"
 
 
 def of_training(logs: Mapping[str, TrainingLog]) -> Section:
@@ -197,41 +207,39 @@ def of_audit(best: Checkpoint, limits: Mapping[str, str]) -> Section:
         ends = "with 95% intervals; dashed: as it is, solid: chance."
         caption = f"Accuracy with one thing changed, {ends}"
         drawings = [Drawing("reliance", plots.intervals(named, plain.value), alt, caption)]
-    head = ["what was changed", "finding", "points lost", "95% interval", "counts from", "would have seen"]
+    head = ["what was changed", "finding", "as it is", "changed", "points lost", "95% interval", "would have seen"]
     rows = [
         [
             audit.changed(finding),
             audit.state(finding),
+            percent(round(finding.left.value, 3) + round(finding.loss.value, 3)),  # so that they add up
+            percent(finding.left.value),
             points(finding.loss.value),
             "–" if np.isnan(finding.loss.low) else f"{points(finding.loss.low)} to {points(finding.loss.high)}",
-            points(finding.margin),
             points(finding.detectable),
             f"{finding.loss.n:,}",
-            f"{finding.loss.clusters:,}",
         ]
         for finding in best.audit
     ]
-    table = Table("Points of accuracy lost; below zero, gained", [*head, "pairs", "clusters"], rows)
-    text = "Not measured: evaluate with interventions. " if not scored else ""
-    text += (
-        "A change counts where it is shown to be above the margin, as none where it is shown to be below, and is "
-        f"undecided otherwise; {TOGETHER:.0%} is the risk that any of the findings is wrong, all questions together. "
-        "Without its part, a model that uses it falls to the accuracy that the rest allows, 50% where that tells "
-        "nothing; below 50%, what takes its place favours the rejected answer."
-    )
-    reasons = [f"{audit.changed(finding)}: {finding.reason}" for finding in best.audit if finding.reason]
-    elsewhere, lost = (best.figures[name]["value"] for name in ("swapped_prompt_margin", "prompt_reliance"))
-    if not np.isnan(elsewhere):
-        text += (
-            f" Under another row's prompt, where neither answer should win, the mean margin is {number(elsewhere)} "
-            f"instead of {number(elsewhere + lost)}."
-        )
-    if reasons:
-        text += f" Undecided: {' '.join(reasons)}"
+    table = Table("Points of accuracy lost; below zero, gained", [*head, "pairs"], rows)
+    text = "" if scored else "Not measured: evaluate with interventions."
+    text += " ".join(f"{audit.changed(finding)}: {finding.reason}" for finding in best.audit if finding.reason)
     for reason in dict.fromkeys(limits.values()):
         views = (INTERVENTIONS[name].view for name, its_reason in limits.items() if its_reason == reason)
         text += f" Not tried: {', '.join(views)} ({reason})."
-    return Section("reliance", title, text, drawings, [table])
+    method = (
+        f"A change counts where it is shown to be above {100 * MARGIN:.0f} points, as none where it is shown to be "
+        f"below; otherwise the data cannot tell. {TOGETHER:.0%} is the risk that any finding is wrong, all together. "
+        "Without its part, a model that uses it falls to the accuracy that the rest allows, 50% where that tells "
+        "nothing; below 50%, what takes its place favours the rejected answer."
+    )
+    elsewhere, lost = (best.figures[name]["value"] for name in ("swapped_prompt_margin", "prompt_reliance"))
+    if not np.isnan(elsewhere):
+        method += (
+            f" Under another row's prompt, where neither answer should win, the mean margin is {number(elsewhere)} "
+            f"instead of {number(elsewhere + lost)}."
+        )
+    return Section("reliance", title, text.strip(), drawings, [table] if rows else [], method)
 
 
 def of_categories(best: Checkpoint) -> Section:
@@ -244,7 +252,9 @@ def of_categories(best: Checkpoint) -> Section:
             rows = [[v, f"{it.n:,}", percent(it.value), interval(it)] for v, it in best_first.items()]
             tables.append(Table(f"Accuracy by {name}", [name, "pairs", "accuracy", "95% interval"], rows))
     text = "Intervals take pairs of one image, or of one prompt without images, together."
-    return Section("categories", "By category", text if drawings else "No row has a category.", drawings, tables)
+    if not drawings:
+        return Section("categories", "By category", "No row has a category.")
+    return Section("categories", "By category", "", drawings, tables, text)
 
 
 def _by_value(name: str, best_first: dict[str, Estimate], overall: float) -> Drawing:
@@ -304,67 +314,27 @@ def of_calibration(best: Checkpoint) -> Section:
 
 
 def of_shortcuts(best: Checkpoint) -> Section:
-    title = "Does it take shortcuts?"
-    (of_length, length), (of_area, area) = _length(best), _area(best)
-    texts, drawings = [*of_length, *of_area], [*length, *area]
-    of_prompts = (metric for metric in METRICS.values() if metric.label and metric.needs in ("pixels", "images"))
-    texts += [_correlated(best, metric) for metric in of_prompts if not np.isnan(metric.value(best.figures))]
-    nothing = "Nothing to show: no two answers are known to differ in length or image size, nor prompts in images."
-    return Section("shortcuts", title, " ".join(texts) or nothing, drawings)
-
-
-def _length(best: Checkpoint) -> tuple[list[str], list[Drawing]]:
-    """Show whether it prefers longer answers: texts and drawings, none where all are equally long."""
-    differences = _differences(best, "length")
-    if not differences.any():
-        return [], []
-    correlation = number(best.figures["margin_length_correlation"]["value"], 2)
-    baseline = percent(best.figures["length_baseline_accuracy"]["value"])
-    correlated = _correlated(best, METRICS["margin_length_correlation"])
-    text = f"Always taking the longer answer would be right in {baseline}. {correlated}"
-    scatter = Drawing(
-        "length",
-        plots.bias(differences, best.margins, "chosen longer than rejected by (characters)"),
-        f"Margin against length difference, rank correlation {correlation}.",
-        f"Margins of {min(plots.POINTS, len(differences)):,} of {len(differences):,} pairs, and means over all.",
-    )
-    sides = {
-        "chosen longer": best.share("accuracy_chosen_longer"),
-        "chosen shorter": best.share("accuracy_chosen_shorter"),
-    }
+    """Show what margins and scores go along with: no finding, as the better answer may well be the longer one."""
+    title = "What does it go along with?"
+    metrics = (metric for metric in METRICS.values() if metric.label and not metric.column)
+    found = {metric.label: best.share(metric.name) for metric in metrics}
+    rows = [
+        [name, number(it.value, 2), f"{number(it.low, 2)} to {number(it.high, 2)}", f"{it.n:,}"]
+        for name, it in found.items()
+        if not np.isnan(it.value)
+    ]
+    sides = {f"chosen {side}": best.share(f"accuracy_chosen_{side}") for side in ("longer", "shorter")}
     sides = {name: share for name, share in sides.items() if share.n}
+    tables = [Table("Rank correlations", ["of", "correlation", "95% interval", "values"], rows)] if rows else []
+    if not sides:
+        nothing = "No two answers are known to differ in length or image size, nor prompts in images."
+        return Section("shortcuts", title, "" if tables else nothing, [], tables)
+    baseline = percent(best.figures["length_baseline_accuracy"]["value"])
+    text = f"Always taking the longer answer would be right in {baseline}."
     alt = "Accuracy where " + ", ".join(f"{name}: {percent(share.value)}" for name, share in sides.items()) + "."
     caption = "A model that prefers length is right where the chosen answer is longer, and wrong where it is shorter."
-    split = Drawing("length_accuracy", plots.intervals(sides, best.accuracy.value), alt, caption)
-    return [text], [scatter, split]
-
-
-def _area(best: Checkpoint) -> tuple[list[str], list[Drawing]]:
-    """Show whether it prefers larger images, where answers are images of different sizes."""
-    differences = _differences(best, "pixels") / 1e6
-    if np.isnan(best.figures["score_area_correlation"]["value"]) or not differences.any():
-        return [], []
-    sentence = _correlated(best, METRICS["score_area_correlation"])
-    drawing = Drawing(
-        "image_size",
-        plots.bias(differences, best.margins, "chosen images larger by (megapixels)"),
-        f"Margin against difference in image area. {sentence}",
-        f"Margins of {min(plots.POINTS, len(differences)):,} of {len(differences):,} pairs, and means over all.",
-    )
-    return [sentence], [drawing]
-
-
-def _correlated(best: Checkpoint, metric: Metric) -> str:
-    return f"{metric.label} have a rank correlation of {number(metric.value(best.figures), 2)}."
-
-
-def _differences(best: Checkpoint, name: str) -> np.ndarray:
-    """Return the chosen minus the rejected answer's `name`, such as length: [N], zeros if it is unknown."""
-    sides = [f"{side}_{name}" for side in ("chosen", "rejected")]
-    if not set(sides) <= set(best.pairs):
-        return np.zeros(len(best.pairs))
-    chosen, rejected = (best.pairs[side].to_numpy(dtype=np.float64) for side in sides)
-    return chosen - rejected
+    drawing = Drawing("length_accuracy", plots.intervals(sides, best.accuracy.value), alt, caption)
+    return Section("shortcuts", title, text, [drawing], tables)
 
 
 def of_leakage(best: Checkpoint, leakage: dict[str, Any] | None) -> Section:
@@ -396,40 +366,6 @@ def of_leakage(best: Checkpoint, leakage: dict[str, Any] | None) -> Section:
     return Section("leakage", title, text, [drawing], [table])
 
 
-def of_comparison(checkpoints: Sequence[Checkpoint]) -> Section:
-    title = "Are the differences real?"
-    if len(checkpoints) < 2:
-        return Section("comparison", title, "One checkpoint: there is nothing to compare.")
-    by_accuracy = sorted(checkpoints, key=lambda checkpoint: -checkpoint.accuracy.value)[:COMPARED]
-    try:
-        tests = compare({checkpoint.label: checkpoint.rows for checkpoint in by_accuracy})
-    except DataError as error:
-        return Section("comparison", title, f"{error}.")
-    labels = [checkpoint.label for checkpoint in by_accuracy]
-    cells = {(test.first, test.second): _compared(test, 1) for test in tests}
-    cells |= {(test.second, test.first): _compared(test, -1) for test in tests}
-    rows = [
-        [f"{i}  {row}", *[cells.get((row, column), "·") for column in labels]] for i, row in enumerate(labels, start=1)
-    ]
-    numbers = [str(i) for i in range(1, len(labels) + 1)]
-    caption = (
-        "Points of accuracy that the row is ahead of the column, their 95% interval, and p, on "
-        f"{tests[0].pairs:,} common pairs"
-    )
-    sizes = sorted(test.detectable for test in tests if not np.isnan(test.detectable))
-    between = " to ".join(points(size) for size in (*sizes[:1], *sizes[1:][-1:]))
-    seen = f"These clusters show a difference of {between} points four times in five; a smaller one may stay unseen."
-    seen = seen if sizes else "So few clusters show no difference."
-    text = (
-        "A difference is more than chance where its interval is without zero, and there p is below 0.05. Both are "
-        f"from exchanges within whole clusters and hold for all {len(tests)} comparisons together. "
-        f"{seen}"
-    )
-    if len(checkpoints) > COMPARED:
-        text += f" The {COMPARED} best of {len(checkpoints)}."
-    return Section("comparison", title, text, tables=[Table(caption, ["checkpoint", *numbers], rows)])
-
-
 def of_best_of_n(best: Checkpoint) -> Section:
     title = "Best of N"
     curve = best.figures["best_of_n"]
@@ -444,12 +380,3 @@ def of_best_of_n(best: Checkpoint) -> Section:
     )
     drawing = Drawing("best_of_n", plots.best_of_n(curve), alt, caption)
     return Section("best_of_n", title, "What choosing with this model is worth.", [drawing])
-
-
-def _compared(test: PairedTest, sign: int) -> str:
-    p = test.p_value
-    ahead, low, high = (sign * end for end in test.difference[:3])
-    lines = [points(ahead), "p < 0.001" if p < 0.001 else f"p = {p:.3f}"]
-    if not np.isnan(low):
-        lines.insert(1, f"{points(min(low, high))} to {points(max(low, high))}")
-    return "\n".join(lines)
