@@ -13,7 +13,7 @@ from PIL import Image
 from tests.evaluation.scored import results_of, scored
 from vlmrm import cli
 from vlmrm.errors import CheckpointError, ConfigError
-from vlmrm.evaluation.report import write_card
+from vlmrm.evaluation.report import build_report, summary, write_card
 from vlmrm.evaluation.schema import dump_results
 from vlmrm.measures.analysis import figures
 from vlmrm.modeling import verify_complete, write_complete
@@ -55,6 +55,19 @@ def test_the_card_says_how_good_and_where_from(checkpoint):
     for line in ("| seed | 7 |", "| trl | 1.2.3 |", "0.2500", "1.5000", "pairs \\| of mine"):
         assert line in text
     assert "/outputs/" not in text  # no path of this machine
+
+
+def test_page_card_and_terminal_say_the_same(checkpoint, tmp_path):
+    frame = scored(300)
+    said = re.findall(r"^  (.*?\?) +(yes|no|cannot tell) +(.*?)(?: \((.*)\))?$", summary([frame]), re.MULTILINE)
+    card = write_card(checkpoint, frame, data="pairs").read_text()
+    page = build_report([frame], tmp_path).read_text()
+    assert len(said) == 4
+    for question, answer, number, spread in said:
+        assert f"| {question} | {answer} | {number} | {spread} |" in card
+        assert re.search(
+            rf"{re.escape(question)}</dt>\s*<dd[^>]*>{answer}</dd><dd><b>{number}</b> {re.escape(spread)}<", page
+        )
 
 
 def test_the_snippet_runs_and_the_checkpoint_stays_whole(checkpoint, monkeypatch):

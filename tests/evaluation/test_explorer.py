@@ -172,6 +172,7 @@ def test_a_click_shows_the_pair_with_every_score(browser, frames):
     for name in ("prompt_text", "chosen_text", "rejected_text"):
         assert row[name].strip() in text(browser, "#pair-texts")
     assert browser.evaluate("document.querySelector('#pair-texts .prompt img').decode().then(() => true)")
+    assert browser.evaluate("document.querySelector('#pairs-rows img').decode().then(() => true)")
     lines = table_of(browser, "#pair-scores")
     views = {"as it is": ("chosen_score", "rejected_score")}
     views |= {
@@ -186,6 +187,13 @@ def test_a_click_shows_the_pair_with_every_score(browser, frames):
         written = [float(cell.split("\n")[0].replace("−", "-")) for cell in line[1:]]
         assert written == pytest.approx([chosen, rejected, chosen - rejected], abs=0.0051)
         assert ("flipped" in line[3]) == ((chosen > rejected) != plain)
+
+
+@needs_chromium
+def test_a_click_copies_the_path(browser):
+    browser.click("#copy")
+    assert text(browser, "#copy") == "Copied"
+    assert browser.evaluate("getSelection().toString()") == text(browser, "#path")
 
 
 @needs_chromium
@@ -266,6 +274,9 @@ def test_small_screens_overflow_nothing_and_show_pairs_below(browser):
         browser.resize(width, 800)
         assert browser.evaluate("document.documentElement.scrollWidth") <= width
     browser.resize(400, 800)
+    hidden = "[...document.querySelectorAll('.wide:has([data-head])')].filter((it) => it.scrollWidth > it.clientWidth)"
+    assert browser.evaluate(f"{hidden}.length") == 0
+    assert browser.evaluate("document.querySelector('#pairs-rows .value').clientHeight") > 0
     browser.click("#pair-2")
     assert browser.evaluate("document.activeElement.id") == "pair-title"
     assert browser.evaluate("document.getElementById('pair-title').getBoundingClientRect().top") < 800

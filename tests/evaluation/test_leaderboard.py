@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from vlmrm import cli
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.leaderboard import build_leaderboard, leaderboard, page
 from vlmrm.evaluation.schema import SCHEMA_VERSION, dump_results
+from vlmrm.measures.analysis import Finding
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.pairs import credits_of
 
 MODELS = {"good": 0.9, "fair": 0.75, "poor": 0.55}
@@ -88,6 +91,21 @@ def test_ranks_are_those_that_the_data_leave_open(tmp_path):
     path = write_results(tmp_path / "a", [*frames, twin])
     lines = {line.model.split("/")[1]: line for line in leaderboard([path]).lines}
     assert [lines[name].ranks for name in ("good", "twin", "fair", "poor")] == [(1, 2), (1, 2), (3, 3), (4, 4)]
+
+
+def test_a_blind_model_carries_its_mark(tmp_path):
+    path = write_results(tmp_path / "a", [frame_of(model, 1) for model in MODELS])
+    results = json.loads(path.with_suffix(".json").read_text())
+    none = dict.fromkeys(Estimate._fields, 0.0) | {"n": 200, "clusters": 100}
+    blind = Finding("swapped_image", "image", "not reliant", none, none, 0.05, 0.01, 0.1, "", 1)
+    for row, state in zip(results["results"], ("not reliant", "reliant", "undecided"), strict=True):
+        row["statistics"]["audit"] = [blind._replace(state=state)._asdict()]
+    path.with_suffix(".json").write_text(json.dumps(results))
+
+    board = leaderboard([path])
+
+    assert [line.model.split("/")[1] for line in board.lines if line.blind] == ["good"]
+    assert page(board, "x").count("does not look at the image") == 1
 
 
 def test_results_of_several_machines_are_one_column(tmp_path):
