@@ -101,9 +101,7 @@ def test_a_blind_model_carries_its_mark(tmp_path):
     for row, state in zip(results["results"], ("not reliant", "reliant", "undecided"), strict=True):
         row["statistics"]["audit"] = [blind._replace(state=state)._asdict()]
     path.with_suffix(".json").write_text(json.dumps(results))
-
     board = leaderboard([path])
-
     assert [line.model.split("/")[1] for line in board.lines if line.blind] == ["good"]
     assert page(board, "x").count("does not look at the image") == 1
 

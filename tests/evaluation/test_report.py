@@ -21,9 +21,9 @@ from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.choosing import Criterion
 from vlmrm.evaluation.report import build_report
 from vlmrm.evaluation.report.checkpoints import choose, read_frames, read_sweeps, split
-from vlmrm.evaluation.report.sections import of_audit, of_categories, of_checkpoints
+from vlmrm.evaluation.report.sections import of_audit, of_checkpoints
 from vlmrm.evaluation.schema import SCHEMA_VERSION, dump_results
-from vlmrm.measures.analysis import analyse, figures
+from vlmrm.measures.analysis import figures
 from vlmrm.measures.differences import compare
 from vlmrm.measures.intervals import Estimate
 
@@ -39,7 +39,6 @@ class Page(HTMLParser):
         self.ids: list[str] = []
         self.links: list[str] = []
         self.headings: list[str] = []
-        self.images: list[dict[str, str | None]] = []
         self.texts: list[str] = []
         self.feed(html)
         self.close()
@@ -50,8 +49,6 @@ class Page(HTMLParser):
         if "id" in attributes:
             self.ids.append(attributes["id"])
         self.links += [attributes[name] for name in ("href", "src", "xlink:href") if name in attributes]
-        if tag == "img":
-            self.images.append(attributes)
         if tag not in VOID:
             self.open.append(tag)
 
@@ -117,54 +114,42 @@ def test_every_figure_is_inlined_and_saved_as_files(sweep):
 
 def test_the_first_screen_says_which_checkpoint_to_use(sweep):
     frames, path = sweep
-    rates = [(frame["chosen_score"] > frame["rejected_score"])[~frame["tie"]].mean() for frame in frames]
-    names = [f"{frame['model'][0].split('/')[1]}/{frame['checkpoint'][0]}" for frame in frames]
-    first = int(np.argmax(rates))
-    tests = compare(dict(zip(names, frames, strict=True)))
-    apart = [{it.first, it.second} for it in tests if it.difference.low > 0 or it.difference.high < 0]
-    equal = [name for name in names if name != names[first] and {name, names[first]} not in apart]
+    checkpoints, _ = split(frames)
+    best = max(checkpoints, key=lambda it: it.accuracy.value)
+    tests = compare({it.label: it.rows for it in (best, *(it for it in checkpoints if it is not best))})[:5]
     found = Criterion().without_luck(frames)
-
     text = page_of(path).text
-
-    assert f"Use {names[first]} outputs/ {names[first].replace('/', '/ ')} " in text
-    assert "Best by preference accuracy of 6. As good" in text and f"pairs can tell: {', '.join(equal)}. " in text
-    count = int((~frames[first]["tie"]).sum())
-    assert (
-        found is not None and f"Accurate? yes {found.value:.1%} {found.low:.1%} to {found.high:.1%}, {count}" in text
-    )
-    assert f"{max(rates):.1%} on these pairs, less" in text
+    assert f"Use {best.label} outputs/ {best.label.replace('/', '/ ')} " in text
+    equal = ", ".join(test.second for test in tests if test.difference.low < 0 < test.difference.high)
+    assert equal and f"Best by preference accuracy of 6. As good, as far as 347 pairs can tell: {equal}. " in text
+    assert found is not None and f"Accurate? yes {found.value:.1%} {found.low:.1%} to {found.high:.1%}, 347" in text
+    assert f"{best.accuracy.value:.1%} on these pairs, less" in text
+    for test in tests:
+        low, high = (f"{100 * end:.1f}".replace("-", "−") for end in (test.difference.low, test.difference.high))
+        assert f"{low} to {high} {'< 0.001' if test.p_value < 0.001 else f'{test.p_value:.3f}'} 347" in text
 
 
 def test_differences_on_the_page_add_up(sweep):
     checkpoints, _ = split(sweep[0])
     choice = choose(checkpoints, [])
-
     _, accuracies, _, behind, *_ = zip(*of_checkpoints(checkpoints, choice).tables[0].rows, strict=True)
-    found = of_audit(choice.best, {}).tables[0].rows
-
     best, *others = (float(cell.rstrip("%")) for cell in accuracies)
     assert others == sorted(others, reverse=True)
     assert [f"{best - other:.1f}" for other in others] == list(behind[1:])
-    for _, _, plain, changed, lost, *_ in found:
+    for _, _, plain, changed, lost, *_ in of_audit(choice.best, {}).tables[0].rows:
         assert float(plain[:-1]) - float(changed[:-1]) == pytest.approx(float(lost.replace("−", "-")))
 
 
 @pytest.mark.parametrize(("looks", "answer"), [(1.0, "yes"), (0.0, "no")])
-def test_the_first_screen_says_whether_it_looks(tmp_path, looks, answer):
+def test_the_first_screen_says_what_not_to_trust(tmp_path, looks, answer):
     frame = scored(900, skill=3.0, looks=looks)
-    if looks == 0.0:
-        frame["blank_image_chosen"] = frame["chosen_score"] - frame["rejected_score"]
-    text = page_of(build_report([frame], tmp_path)).text
-    assert f"Looks at the image? {answer}" in text
-    assert f"{'Trust it for' if looks else 'Not for'} " in text and "what the image decides" in text
-
-
-def test_a_weak_category_is_not_to_be_trusted(tmp_path):
-    frame = scored(900, skill=3.0)
     weak = (frame["category"] == "ocr").to_numpy()
     frame.loc[weak, "chosen_score"] = frame["rejected_score"][weak] + np.where(np.arange(weak.sum()) % 2, 1.0, -1.0)
+    if looks == 0.0:
+        frame["swapped_image_chosen"] = frame["chosen_score"] - frame["rejected_score"]
     text = page_of(build_report([frame], tmp_path)).text
+    assert f"Looks at the image? {answer}" in text
+    assert re.search(f"{'Trust it for' if looks else 'Not for'} [^%]*what the image decides", text)
     assert re.search(r"Not for [^%]*the category ocr \(", text)
 
 
@@ -237,23 +222,6 @@ def test_curves_of_trainings_still_present_are_shown(tmp_path, monkeypatch):
     assert label == "Loss and accuracy of mine by training step, to a loss of 0.100 at step 10."
 
 
-def test_category_charts_draw_whole_prompts():
-    """As the results do: two prompts in five are wrong throughout, and their thirty pairs are no thirty witnesses."""
-    rng = np.random.default_rng(0)
-    frame = scored(600).assign(tie=False, cluster=[f"prompt-{i // 30}" for i in range(600)])
-    frame["category"] = [("chart", "scene")[i // 30 % 2] for i in range(600)]
-    wrong = np.isin(np.arange(600) // 30, (0, 2, 4, 6, 1, 3))
-    frame["chosen_score"] = np.where(wrong, -1.0, 1.0) + rng.normal(0, 0.1, 600)
-    frame["rejected_score"] = 0.0
-    found = analyse(frame)["category"]
-    ends = [[found[name]["preference_accuracy"][end] for end in ("low", "high")] for name in ("scene", "chart")]
-    [best], _ = split([frame])
-    lines: Any = of_categories(best).drawings[0].figure.axes[0].collections[0]
-    drawn = [[float(end) for end in line[:, 0]] for line in lines.get_segments() if len(line)]
-    assert drawn == [pytest.approx(each) for each in ends]
-    assert all(high - low > 0.3 for low, high in ends)
-
-
 def test_leaked_rows_are_counted_and_measured_apart(tmp_path):
     frame = scored(90)
     leaked = np.arange(90) < 30
@@ -280,19 +248,10 @@ def test_public_benchmark_figures_stand_above_published_ones(tmp_path):
     assert "threshold" not in page.text, "nobody published it"
 
 
-def test_differences_have_the_interval_of_the_paired_test(tmp_path):
-    frames = {f"checkpoint-{step}": scored(360, skill=skill, step=step) for step, skill in ((100, 2.0), (200, 0.3))}
-    [test] = compare(frames)
-    text = page_of(build_report(list(frames.values()), tmp_path)).text
-    assert test.difference.low > 0
-    assert f"{100 * test.difference.low:.1f} to {100 * test.difference.high:.1f} < 0.001" in text
-
-
 def test_a_preference_for_large_images_is_shown(tmp_path):
     frame = scored(90)
     frame["pixels"] = 1000 * (1 + np.arange(90) % 5)
-    frame["chosen_pixels"], frame["rejected_pixels"] = 10_000 * (1 + np.arange(90) % 7), 40_000
-    frame["images"] = 1 + np.arange(90) % 2
+    frame["chosen_pixels"], frame["images"] = 10_000 * (1 + np.arange(90) % 7), 1 + np.arange(90) % 2
     found = figures(frame)
     text = page_of(build_report([frame], tmp_path)).text
     for name in (f"{of}_{size}_correlation" for of in ("score", "margin") for size in ("area", "images")):
@@ -302,10 +261,8 @@ def test_a_preference_for_large_images_is_shown(tmp_path):
 
 def test_images_that_cannot_be_opened_are_counted(tmp_path):
     frame = scored(60, folder=tmp_path / "images")
-    for path in (tmp_path / "images").glob("1*.png"):
-        path.unlink()
-    page = page_of(build_report([frame], tmp_path / "out"))
-    assert f"{24 - len(list((tmp_path / 'images').glob('*.png')))} images could not be opened." in page.text
+    (tmp_path / "images/1.png").unlink()
+    assert "1 images could not be opened." in page_of(build_report([frame], tmp_path / "out")).text
 
 
 def test_texts_are_shown_and_never_run(tmp_path):
