@@ -121,7 +121,7 @@ def test_the_first_screen_says_which_checkpoint_to_use(sweep):
     text = page_of(path).text
     assert f"Use {best.label} outputs/ {best.label.replace('/', '/ ')} " in text
     equal = ", ".join(test.second for test in tests if test.difference.low < 0 < test.difference.high)
-    assert equal and f"Best by preference accuracy of 6. As good, as far as 347 pairs can tell: {equal}. " in text
+    assert equal and f"Of 6, best by preference accuracy. As good, as far as 347 pairs can tell: {equal}. " in text
     assert found is not None and f"Accurate? yes {found.value:.1%} {found.low:.1%} to {found.high:.1%}, 347" in text
     assert f"{best.accuracy.value:.1%} on these pairs, less" in text
     for test in tests:

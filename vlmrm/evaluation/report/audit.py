@@ -63,7 +63,7 @@ def peers(choice: Choice) -> str:
     ahead = [label for label, test in choice.behind.items() if test.difference.high < 0]
     equal = [label for label, test in choice.behind.items() if not test.difference.low > 0 and label not in ahead]
     pairs = next(iter(choice.behind.values())).pairs
-    text = f"{choice.reason[0].upper()}{choice.reason[1:]} of {len(choice.behind) + 1}. "
+    text = f"Of {len(choice.behind) + 1}, {choice.reason}. "
     text += f"As good, as far as {pairs:,} pairs can tell: {_few(equal)}." if equal else ""
     text += "" if equal or ahead else "Every other one is shown to be less accurate."
     return (text + (f" More accurate: {_few(ahead)}." if ahead else "")).strip()
