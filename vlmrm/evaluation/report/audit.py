@@ -41,13 +41,12 @@ class Chip(NamedTuple):
 
 
 def chips(choice: Choice) -> list[Chip]:
-    """Return the questions of the first screen; that of frames only where it was asked."""
+    """Return the questions of the first screen; but for image and question, a part's only where it was asked."""
     found = {family: deciding(choice.best.audit, family) for family in PARTS}
     if found["image"] is None and found["question"] is None:  # of a prompt without images, it is the question
         found["question"] = deciding(choice.best.audit, "prompt")
-    if found["frames"] is None:
-        del found["frames"]
-    parts = [_part(choice, family, finding) for family, finding in found.items()]
+    asked = {family: finding for family, finding in found.items() if finding or family in ("image", "question")}
+    parts = [_part(choice, family, finding) for family, finding in asked.items()]
     return [_accurate(choice), *parts, _shortcuts(choice)]
 
 
