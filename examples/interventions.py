@@ -9,13 +9,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from functools import wraps
 from hashlib import blake2b
 
 from PIL.Image import Resampling
 
 from vlmrm.conversation import Video
 from vlmrm.data.media import open_image, video_frames
-from vlmrm.measures.changes import BLOCK, CODE, SENTENCE_END, Rewrite, continuable, opened_with, prose
+from vlmrm.measures.changes import BLOCK, CODE, SENTENCE_END, Rewrite, continuable, opened_with
 from vlmrm.measures.interventions import (
     Intervention,
     asking,
@@ -28,6 +29,7 @@ from vlmrm.measures.interventions import (
 )
 
 BLUR_SIDE = 4
+PRIVATE_USE = range(0xE000, 0xF8FF)  # characters without a meaning
 TYPO_EVERY = 8  # words
 WORD = re.compile(r"[A-Za-z]+(?:'[a-z]+)?")
 LETTERS = re.compile(r"[A-Za-z]{4,}")  # of words that survive a typo
@@ -69,6 +71,21 @@ def frozen(video: Video) -> Video:
 
 
 # Texts: what is between backticks stays as it is --------------------------------------------------------------------
+
+
+def prose(rewrite: Rewrite) -> Rewrite:
+    """Hide pieces of code from a rewrite: a character that the text does not have stands for each."""
+
+    @wraps(rewrite)
+    def rewritten(text: str) -> str:
+        pieces = CODE.findall(text)
+        if not pieces:
+            return rewrite(text)
+        mark = next(chr(code) for code in PRIVATE_USE if chr(code) not in text)
+        before, *between = rewrite(CODE.sub(mark, text)).split(mark)
+        return before + "".join(code + prose for code, prose in zip(pieces, between, strict=True))
+
+    return rewritten
 
 
 @prose

@@ -181,12 +181,12 @@ def test_the_page_names_untried_interventions_and_failed_checkpoints(tmp_path):
     results = json.loads(table.with_suffix(".json").read_text())
     [row] = results["results"]
     results["results"] = [
-        row | {"limits": dict.fromkeys(("blank_image", "noise_image"), "it is shown no images")},
+        row | {"limits": dict.fromkeys(("blank_image", "swapped_image"), "it is shown no images")},
         row | {"checkpoint": "broken", "path": "mine/broken", "error": "it is <gone>"},
     ]
     table.with_suffix(".json").write_text(json.dumps(results))
     text = page_of(build_report([table], tmp_path)).text
-    assert "Not tried: images painted grey, images replaced by noise (it is shown no images)." in text
+    assert "Not tried: images painted grey, another row's image (it is shown no images)." in text
     assert "mine/broken has no figures: it is <gone>" in text
 
 

@@ -18,10 +18,10 @@ Rng = np.random.Generator
 class Planted:
     """A scorer whose margin is a sum of what text, question and image say, and of what should not matter.
 
-    `rests` is the weight of text, question and image, each right as far as `skill` goes. `falls_for` is what a
-    decoration of the rejected answer adds to its score, by intervention; `shaken` the noise that another change
-    brings. `lost` are neutral pictures or questions so strange to it that it answers at random. `guilt` is the finding
-    that it deserves.
+    `rests` is the weight of text, question and image, each right as far as `skill` goes; `shapes` are how much of an
+    image they are. `falls_for` is what a decoration of the rejected answer adds to its score, by name. `shaken`
+    is the noise that another change brings, `shaking` that of every picture, the row's own too. `lost` are neutral
+    pictures or questions so strange to it that it answers at random. `guilt` is the finding that it deserves.
     """
 
     name: str
@@ -32,6 +32,8 @@ class Planted:
     position: float = 0.0
     falls_for: dict[str, float] = field(default_factory=dict)
     shaken: dict[str, float] = field(default_factory=dict)
+    shaking: float = 0.0
+    shapes: float = 1.0
     lost: tuple[str, ...] = ()
     pairs_of_prompt: int = 1
     guilt: tuple[str, str] | None = None
@@ -46,28 +48,27 @@ class Planted:
         text, question, image = np.asarray(self.rests)[:, None] * parts.T
         longer = rng.choice([-1, 1], n)
         extra = self.length * longer
-        margin = text + question + image + extra
 
         def other(weight: float) -> np.ndarray:
             """What another row's part says: nothing about these answers."""
             return weight * rng.normal(0, 1, n)
 
+        steady = text + question + image + extra
+        margin = steady + other(self.shaking)
         _, of_question, of_image = self.rests
         altered = {
-            "blank_image": margin - image,
-            "noise_image": margin - image,
-            "swapped_image": margin - image + other(of_image),
-            "swapped_image_again": margin - image + other(of_image),
+            "blank_image": steady - image + other(self.shaking),
+            "swapped_image": steady - image + other(of_image) + other(self.shaking),
+            "swapped_image_again": steady - image + other(of_image) + other(self.shaking),
             "swapped_question": margin - question + other(of_question),
             "no_question": margin - question,
-            "swapped_prompt": text + extra + other(of_question) + other(of_image),
+            "swapped_prompt": text + extra + sum(map(other, (of_question, of_image, self.shaking))),
             "response_only": text + extra,
             "added_markdown": margin,
             "padded_answers": margin - self.length * (longer + 1),
             "agreeing_answers": margin,
-            "stripped_markdown": margin,
-            "matched_lengths": margin - extra,
-            "compressed_image": margin,
+            "same_image": steady + other(self.shaking),
+            "scattered_image": steady - self.shapes * image + other(self.shaking),
         }
         columns: dict[str, object] = {"cluster": prompts, "chosen_length": 200 + 50 * longer, "rejected_length": 200}
         if self.judges:
@@ -81,7 +82,7 @@ class Planted:
 
 
 BLIND, DEAF = ("swapped_image", "not reliant"), ("swapped_question", "not reliant")
-STRANGE = ("blank_image", "noise_image", "no_question")
+STRANGE = ("blank_image", "no_question")
 MARKDOWN, ORDER = ("added_markdown", "reliant"), ("reversed_answers", "reliant")
 
 GUILTY = [
@@ -107,13 +108,13 @@ GUILTY = [
     Planted("likes flattery", falls_for={"agreeing_answers": 1.0}, guilt=("agreeing_answers", "reliant")),
     Planted("loves flattery", falls_for={"agreeing_answers": 2.0}, guilt=("agreeing_answers", "reliant")),
     Planted("loves length", length=1.3, guilt=("padded_answers", "reliant")),
-    Planted("loves length alone", (0.2, 0.2, 0.2), length=1.0, guilt=("matched_lengths", "reliant")),
     Planted("loves the first", judges=True, position=1.5, guilt=ORDER),
     Planted("loves the last", judges=True, position=-1.5, guilt=ORDER),
     Planted("says always the first", (0, 0, 0), judges=True, position=1.0, guilt=ORDER),
-    Planted("shaken by compression", shaken={"compressed_image": 3.0}, guilt=("compressed_image", "reliant")),
-    Planted("shaken by plain text", shaken={"stripped_markdown": 4.0}, guilt=("stripped_markdown", "reliant")),
-    Planted("shaken by one length", shaken={"matched_lengths": 3.0}, guilt=("matched_lengths", "reliant")),
+    Planted("knows files by their names", shaken={"same_image": 4.0}, guilt=("same_image", "reliant")),
+    Planted("looks at colours alone", (0.5, 0.5, 1), 1.0, shapes=0.0, guilt=("scattered_image", "not reliant")),
+    Planted("reads texts, shaken by any change of image", (1, 0, 0), 1.2, shaking=0.4, guilt=BLIND),
+    Planted("reads question and texts, shaken as well", (1, 1, 0), 0.9, shaking=0.5, guilt=BLIND),
 ]
 SEES = ("swapped_image", "reliant")
 INNOCENT = [

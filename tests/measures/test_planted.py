@@ -81,11 +81,14 @@ def test_a_finding_has_its_numbers():
     finding = of(findings, "swapped_image")
     frame = named("looks alone").frame(300, np.random.default_rng(3))
     right = (frame["chosen_score"] > 0).to_numpy(float)
+    same = (frame["same_image_chosen"] > frame["same_image_rejected"]).to_numpy(float)
     kept = [
         (frame[f"{name}_chosen"] > frame[f"{name}_rejected"]).to_numpy(float)
         for name in ("swapped_image", "swapped_image_again")
     ]
-    assert finding.loss.value == pytest.approx(np.mean(right - np.mean(kept, axis=0))), "of two donors the mean"
+    assert finding.loss.value == pytest.approx(np.mean((right + same) / 2 - np.mean(kept, axis=0))), (
+        "each a mean of two"
+    )
     assert (finding.loss.n, finding.loss.clusters, finding.margin) == (300, 300, 0.05)
     assert finding.left.value == pytest.approx(np.mean(kept))
     assert finding.p_value < 0.05 and 0.05 < finding.detectable < 0.25
@@ -98,6 +101,18 @@ def test_few_pairs_without_change_prove_nothing():
 
     assert blind(30).state == "undecided" and blind(300).state == "not reliant"
     assert "12 clusters are too few" in blind(12).reason
+
+
+def test_sight_in_one_category_of_five_is_said():
+    frame = named("looks and asks").frame(1000, np.random.default_rng(3))
+    kinds = np.arange(1000) % 5
+    for name in ("swapped_image", "swapped_image_again", "same_image"):
+        for side in ("chosen", "rejected"):
+            frame[f"{name}_{side}"] = frame[f"{name}_{side}"].where(kinds == 0, frame[f"{side}_score"])
+    findings = audit(frame.assign(category=[f"kind {kind}" for kind in kinds]))
+    states = {finding.category: finding.state for finding in findings if finding.name == "swapped_image"}
+    assert [*states] == ["", *(f"kind {kind}" for kind in range(5))]
+    assert states["kind 0"] == "reliant" and {states[f"kind {kind}"] for kind in range(1, 5)} == {"not reliant"}
 
 
 def test_prompts_an_intervention_never_touched_are_no_evidence():
@@ -116,3 +131,4 @@ def test_holm_is_the_loop_over_its_definition():
     for rank, index in enumerate(order):
         largest = max(largest, min((len(p) - rank) * p[index], 1.0))
         assert holm(list(p))[index] == pytest.approx(largest)
+    assert holm([0.02, 0.03], [4, 1]) == pytest.approx([0.025, 0.03]), "weighted, the first is 5 / 4 of itself"

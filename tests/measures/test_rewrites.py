@@ -16,9 +16,7 @@ ANSWER = (
     "The image shows **two** dogs, a red one and a black one; they weigh 3.5 kg. It isn't clear why!\n\n"
     "```python\nthe_image = [1, 2.]  # NOT TOUCHED.\n```\n\nUse `the.image`, not *that*."
 )
-ALL: dict[str, Rewrite] = {
-    name: getattr(changes, name) for name in ("padded", "with_markdown", "without_markdown", "agreeing")
-}
+ALL: dict[str, Rewrite] = {name: getattr(changes, name) for name in ("padded", "with_markdown", "agreeing")}
 texts = st.text(st.sampled_from("aB é.!?,:*_`#-1>\n") | st.characters(codec="utf-8"), max_size=60)
 
 
@@ -37,10 +35,9 @@ def test_code_stays_as_it_is(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_no_word_is_lost_and_only_additions_add(name):
+def test_no_word_is_lost_and_some_are_added(name):
     before, after = Counter(words(ANSWER)), Counter(words(ALL[name](ANSWER)))
-    assert before <= after
-    assert (before == after) == (name == "without_markdown")
+    assert before < after
 
 
 @pytest.mark.parametrize("name", sorted(ALL.keys() - {"padded"}))
@@ -51,22 +48,10 @@ def test_a_second_time_changes_nothing(name, text):
     assert ALL[name](once) == once
 
 
-def test_markdown_is_set_and_stripped():
+def test_markdown_is_a_heading_and_a_bold_sentence():
     plain = "The dog is red. It weighs 3.5 kg!"
     assert changes.with_markdown(plain) == "## Answer\n\n**The dog is red.**\n\nIt weighs 3.5 kg!"
-    assert changes.without_markdown(plain) == plain
 
 
-def test_markdown_is_stripped_only_where_it_is_markup():
-    assert changes.without_markdown("# Two\n\n- **one** _a_\n2. *b*\n> c\n---\nx") == "Two\n\none a\nb\nc\nx"
-    assert changes.without_markdown("# - **a _b_ c**\n1. # d") == "a b c\nd"
-    for text in ("2 * 3 * 4 = 24", "snake_case_name", "5 - 3", "a #1 dog", "**"):
-        assert changes.without_markdown(text) == text
-
-
-def test_padding_doubles_a_text_and_matches_a_length():
+def test_padding_doubles_a_text():
     assert 2 * len(ANSWER) <= len(changes.padded(ANSWER)) < 2 * len(ANSWER) + 80
-    for length in range(40, 300):
-        matched = changes.of_length(length)("It is red.")
-        assert length - 12 <= len(matched) <= length and matched.startswith("It is red.")
-    assert changes.of_length(5)("It is red.") == "It is red."

@@ -1,12 +1,14 @@
 """All metrics of one checkpoint's scored pairs: overall, by category, by any column, and the audit.
 
 The audit says what a preference rests on, decided by equivalence tests for all questions together. A question is an
-intervention with its repeats, whose credits are averaged; of a judge its two orders are one too. What differs between
+intervention with its repeats, whose credits are averaged, as are those of the row's own images and of the same ones in
+other files: the noise of a scorer that any change of an image shakes is then no loss. Of a judge its two orders are
+one question too. What differs between
 pairs as they are accuses nobody: where the better answer is longer, it may be easier to tell as well. Two claims can
 be made: *reliant*, that accuracy changes by more than a margin, and *not reliant*, that it changes by less (two
 one-sided tests, Schuirmann 1987). What neither test shows is *undecided*: that no loss is seen is no proof that there
-is none. Only one of both claims can be wrong, and Holm's procedure over all questions keeps the probability that any
-of them is wrong to 5 %.
+is none. Only one of both claims can be wrong, and Holm's procedure over all questions, those of categories among them,
+keeps the probability that any of them is wrong to 5 %; the questions that decide have the larger shares of it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from scipy.special import stdtr, stdtrit
 
 from vlmrm.errors import ConfigError
 from vlmrm.measures.intervals import NAN, Estimate, Figure, Mean, spread, with_both_signs, with_ends
-from vlmrm.measures.interventions import INTERVENTIONS
+from vlmrm.measures.interventions import INTERVENTIONS, SAME, Intervention
 from vlmrm.measures.metrics import METRICS
 from vlmrm.measures.pairs import PairArrays, check_pairs, credits_of
 
@@ -30,6 +32,7 @@ MARGIN = 0.05  # of accuracy: a larger change counts, a smaller one counts as no
 CLUSTERS = 20  # with fewer, no claim is made
 LEVEL, POWER = 0.05, 0.8
 CHANCE = 0.5
+FURTHER = 0.1  # the share in the risk of a question that does not decide, beside one that does
 
 State = Literal["reliant", "not reliant", "undecided"]
 
@@ -50,22 +53,40 @@ class Finding(NamedTuple):
     detectable: float  # the loss that would have been found with a probability of 80 %, NaN where none
     reason: str  # what is in the way of a claim
     averaged: int  # of how many variants, such as donors or neutral pictures, the figures are the mean
+    category: str = ""  # of the rows that it is about, empty for all
 
 
 def audit(frame: pd.DataFrame) -> list[Finding]:
     """Return a finding for each question that the scored pairs of one checkpoint allow, in their declared order."""
     pairs = PairArrays(frame)
     found = [it for name in INTERVENTIONS if (it := _of_intervention(pairs, name)) is not None]
-    testable = [finding for finding, _ in found if not finding.reason]
-    adjusted = dict(zip((it.name for it in testable), holm([it.p_value for it in testable]), strict=True))
-    return [_answer(finding, test, adjusted.get(finding.name, 1.0), len(testable)) for finding, test in found]
+    decide = [it.name for it, _ in found if INTERVENTIONS[it.name].decides and it.family != "prompt"]
+    weights = [1.0 if it.name in decide or not decide else FURTHER for it, _ in found]
+    for name in decide:
+        if INTERVENTIONS[name].family == "image":
+            within = _by_category(frame, name)
+            found, weights = found + within, weights + [FURTHER / len(within) for _ in within]
+    weights = [0.0 if finding.reason else weight for (finding, _), weight in zip(found, weights, strict=True)]
+    adjusted = holm([finding.p_value for finding, _ in found], weights)
+    shares = (weight / max(sum(weights), weight or 1.0) for weight in weights)
+    return [_answer(*question, p, share) for question, p, share in zip(found, adjusted, shares, strict=True)]
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values adjusted by Holm's procedure (1979), in their order."""
+def _by_category(frame: pd.DataFrame, name: str) -> list[Question]:
+    """Return an intervention's question for each category of enough clusters, of two or more."""
+    parts = frame.groupby("category", observed=True) if "category" in frame else ()
+    large = [(str(value), rows) for value, rows in parts if rows["cluster"].nunique() >= CLUSTERS]
+    asked = ((value, _of_intervention(PairArrays(rows), name)) for value, rows in large if len(large) > 1)
+    return [(it[0]._replace(category=value), it[1]) for value, it in asked if it is not None and not it[0].reason]
+
+
+def holm(p_values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
+    """Return p-values adjusted by Holm's procedure (1979), with weights, in their order."""
     p = np.asarray(p_values, dtype=np.float64)
-    order = np.argsort(p, kind="stable")
-    stepped = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
+    w = np.ones(len(p)) if weights is None else np.asarray(weights, dtype=np.float64)
+    each = p / np.maximum(w, 1e-9)
+    order = np.argsort(each, kind="stable")
+    stepped = np.maximum.accumulate(each[order] * w[order][::-1].cumsum()[::-1])
     adjusted = np.empty(len(p))
     adjusted[order] = np.minimum(stepped, 1.0)
     return adjusted.tolist()
@@ -87,10 +108,10 @@ def deciding(findings: Sequence[Finding], family: str) -> Finding | None:
 Question = tuple[Finding, "_Test"]  # a claim with its own p-value, before all are taken together
 
 
-def _answer(finding: Finding, test: _Test, adjusted: float, count: int) -> Finding:
+def _answer(finding: Finding, test: _Test, adjusted: float, share: float) -> Finding:
     detectable = NAN
-    if test.freedom:
-        needed = stdtrit(test.freedom, 1 - LEVEL / max(count, 1)) + stdtrit(test.freedom, POWER)
+    if test.freedom and share:
+        needed = stdtrit(test.freedom, 1 - LEVEL * share) + stdtrit(test.freedom, POWER)
         detectable = float(finding.margin + needed * test.error)
     return finding._replace(
         state="undecided" if finding.reason or adjusted > LEVEL else finding.state,
@@ -111,8 +132,8 @@ def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
     altered = [credits for credits in altered if not np.isnan(credits).all()]
     if not altered:
         return None
-    mean = mean_of(altered)
-    change = pairs.credits - mean
+    mean, own = mean_of(altered), _own_credits(pairs, intervention)
+    change = own - mean
     if intervention.family == "order":  # what standing first is worth, wherever the chosen answer stands
         chosen, rejected = pairs.sides("branch").T
         change = np.where(chosen < rejected, change, -change)
@@ -120,7 +141,7 @@ def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
     # Donors are alike, and their mean is what counts; neutral pictures are not, and each has to show it.
     together = [loss]
     if len(altered) > 1 and not intervention.decides:
-        together += [Mean(pairs.credits - credits, scale="difference") for credits in altered]
+        together += [Mean(own - credits, scale="difference") for credits in altered]
     tests = [_test(figure, pairs.clusters, MARGIN, gain_counts=not intervention.attack) for figure in together]
     claim: State = "reliant" if all(test.claim == "reliant" for test in tests) else "not reliant"
     agree = len({test.claim for test in tests}) == 1
@@ -132,7 +153,7 @@ def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
         reason = "One neutral picture may only be strange to it."
     elif claim == "not reliant" and not intervention.attack:
         # A model that is right as often as chance has nothing to lose.
-        above = _test(Mean(np.where(np.isnan(mean), np.nan, pairs.credits - CHANCE)), pairs.clusters, MARGIN)
+        above = _test(Mean(np.where(np.isnan(mean), np.nan, own - CHANCE)), pairs.clusters, MARGIN)
         p = max(p, above.p if above.centre > 0 and above.claim == "reliant" else 1.0)
     one_question = "prompt_text" in pairs.frame and pairs.frame["prompt_text"][~np.isnan(mean)].nunique() == 1
     if intervention.family == "question" and not intervention.decides and one_question:
@@ -143,6 +164,13 @@ def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
         name, intervention.family, claim, of_loss, left, MARGIN, p, NAN, _too_few(of_loss) or reason, len(altered)
     )
     return found, tests[0]
+
+
+def _own_credits(pairs: PairArrays, intervention: Intervention) -> np.ndarray:
+    """Return the credits [N] that those under the intervention are held against."""
+    if intervention.family != "image" or not intervention.decides or f"{SAME}_chosen" not in pairs.frame:
+        return pairs.credits
+    return mean_of([pairs.credits, credits_of(pairs.altered_margins(SAME))])
 
 
 def mean_of(credits: Sequence[np.ndarray]) -> np.ndarray:

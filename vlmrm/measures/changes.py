@@ -11,7 +11,6 @@ import io
 import random
 import re
 from collections.abc import Callable
-from functools import wraps
 from hashlib import blake2b
 from itertools import cycle
 
@@ -22,24 +21,13 @@ from vlmrm.conversation import Reference, Video, VideoOptions
 from vlmrm.data.media import MIN_SIDE, image_size, open_image, video_frames
 
 GREY = (128, 128, 128)
-NOISE_SIDE = 336  # of the longer side: finer noise would average out to grey where images are resized
-JPEG_QUALITY = 15
-CROPPED = 0.07  # of each side
-SMALLER = 0.7  # of each side: half of the pixels
+JPEG_QUALITY, SMALLER = 90, 0.95  # of a file that holds the same; of each side
 
 Rewrite = Callable[[str], str]
 
 CODE = re.compile(r"(```.*?(?:```|\Z)|`[^`\n]+`)", re.DOTALL)
 BLOCK = re.compile(r"^\s*(?:```|(?:[-*+]|\d+\.|#+|>|\|)\s)", re.MULTILINE)  # a line that is markdown
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
-# Of each mark of markdown, with what is left of it; bold before italics.
-MARKDOWN = {
-    r"^([-*_])(?: ?\1){2,} *(?:\n|\Z)": "",
-    r"^ {0,3}(?:#{1,6}|>|[-*+]|\d+\.)[ \t]+(?=\S)": "",
-    r"(\*\*|__)(?=\S)([^*_\n]+?)(?<=\S)\1": r"\2",
-    r"(?<![\w*])([*_])(?=\S)([^*_\n]+?)(?<=\S)\1(?![\w*])": r"\2",
-}
-PRIVATE_USE = range(0xE000, 0xF8FF)  # characters without a meaning
 
 # True of any answer, and of no use to anybody.
 FILLERS = (
@@ -58,38 +46,34 @@ def grey(reference: Reference) -> Image.Image:
     return Image.new("RGB", image_size(reference), GREY)
 
 
-def noise(reference: Reference) -> Image.Image:
-    """Return a picture of random colours, drawn by the content."""
-    image = open_image(reference)
-    rng = np.random.default_rng([*blake2b(image.tobytes(), digest_size=8).digest()])
-    scale = min(1.0, NOISE_SIDE / max(image.size))
-    width, height = (max(1, round(side * scale)) for side in image.size)
-    pixels = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return Image.fromarray(pixels).resize(image.size, Image.Resampling.NEAREST)
+def in_tiles(edge: int) -> Callable[[Reference], Image.Image]:
+    """Return the change that mixes the tiles of a picture, up to `edge` along each side, drawn by the content."""
+
+    def mixed(reference: Reference) -> Image.Image:
+        image = open_image(reference)
+        across = min(edge, *image.size)
+        width, height = (side // across for side in image.size)
+        pixels = np.asarray(image.resize((across * width, across * height), Image.Resampling.BICUBIC))
+        tiles = pixels.reshape(across, height, across, width, 3).swapaxes(1, 2).reshape(-1, height, width, 3)
+        drawn = np.random.default_rng([*blake2b(image.tobytes(), digest_size=8).digest()]).permutation(tiles)
+        whole = drawn.reshape(across, across, height, width, 3).swapaxes(1, 2).reshape(pixels.shape)
+        return Image.fromarray(whole).resize(image.size, Image.Resampling.BICUBIC)
+
+    return mixed
 
 
-def compressed(reference: Reference) -> bytes:
-    """Return the picture as a JPEG file of low quality."""
-    file = io.BytesIO()
-    open_image(reference).save(file, "JPEG", quality=JPEG_QUALITY)
+def colourless(reference: Reference) -> Image.Image:
+    """Return the picture in shades of grey."""
+    return open_image(reference).convert("L").convert("RGB")
+
+
+def filed_anew(reference: Reference) -> bytes:
+    """Return a file without a name that shows the same: a little smaller, but no side below the least, as a JPEG."""
+    image, file = open_image(reference), io.BytesIO()
+    scale = min(1.0, max(SMALLER, MIN_SIDE / min(image.size)))
+    size = round(image.width * scale), round(image.height * scale)
+    image.resize(size, Image.Resampling.BICUBIC).save(file, "JPEG", quality=JPEG_QUALITY)
     return file.getvalue()
-
-
-def cropped(reference: Reference) -> Image.Image:
-    """Return the picture without its margin, at its old size."""
-    image = open_image(reference)
-    width, height = image.size
-    left, top = width * CROPPED / 2, height * CROPPED / 2
-    return image.resize(image.size, Image.Resampling.BICUBIC, box=(left, top, width - left, height - top))
-
-
-def smaller(reference: Reference) -> Image.Image:
-    """Return the picture with half of its pixels, but no side below the least that models take."""
-    image = open_image(reference)
-    scale = max(SMALLER, MIN_SIDE / min(image.size))
-    if scale >= 1:
-        return image
-    return image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
 
 
 def shuffled(video: Video) -> Video:
@@ -115,21 +99,6 @@ def _frames(video: Video) -> tuple[tuple[Reference, ...], VideoOptions]:
 # Rewrites ------------------------------------------------------------------------------------------------------------
 
 
-def prose(rewrite: Rewrite) -> Rewrite:
-    """Hide pieces of code from a rewrite: a character that the text does not have stands for each."""
-
-    @wraps(rewrite)
-    def rewritten(text: str) -> str:
-        pieces = CODE.findall(text)
-        if not pieces:
-            return rewrite(text)
-        mark = next(chr(code) for code in PRIVATE_USE if chr(code) not in text)
-        before, *between = rewrite(CODE.sub(mark, text)).split(mark)
-        return before + "".join(code + prose for code, prose in zip(pieces, between, strict=True))
-
-    return rewritten
-
-
 def padded(text: str) -> str:
     """Add sentences that say nothing, until the text is twice as long."""
     longer = continuable(text)
@@ -140,20 +109,6 @@ def padded(text: str) -> str:
     raise AssertionError
 
 
-def of_length(length: int) -> Rewrite:
-    """Return the rewrite that adds such sentences word by word, up to nearly `length` characters."""
-
-    def lengthened(text: str) -> str:
-        longer = start = continuable(text)
-        for word in cycle(" ".join(FILLERS).split()):
-            if len(longer) + 1 + len(word) > length:
-                return text if longer == start else longer
-            longer += f" {word}"
-        raise AssertionError
-
-    return lengthened
-
-
 def with_markdown(text: str) -> str:
     """Add a heading, and set the first sentence in bold."""
     if text.startswith(HEADING):
@@ -161,15 +116,6 @@ def with_markdown(text: str) -> str:
     first, *further = SENTENCE_END.split(text.strip(), maxsplit=1)
     plain = "\n" in first or CODE.search(first) or "*" in first
     return HEADING + (text if plain else "\n\n".join([f"**{first}**", *further]))
-
-
-@prose
-def without_markdown(text: str) -> str:
-    """Remove headings, bullets, rules, bold and italics, also inside each other."""
-    stripped = text
-    for pattern, content in MARKDOWN.items():
-        stripped = re.sub(pattern, content, stripped, flags=re.MULTILINE)
-    return text if stripped == text else without_markdown(stripped)
 
 
 def opened_with(opening: str) -> Rewrite:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any, Literal, TypeAlias
 
-from vlmrm.conversation import Comparison, Image, Medium, Message, Messages, Text, Video, media_of, text_of
+from vlmrm.conversation import Comparison, Image, Medium, Message, Messages, Text, Video, media_of
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.measures import changes
 from vlmrm.measures.changes import Rewrite
@@ -25,20 +25,23 @@ logger = logging.getLogger("vlmrm")
 
 Donors: TypeAlias = Sequence[Comparison]
 Change: TypeAlias = Callable[[Comparison, Donors], Comparison | None]
-Family: TypeAlias = Literal["image", "question", "prompt", "frames", "quality", "style", "order"]
+Family: TypeAlias = Literal["image", "part", "question", "prompt", "frames", "quality", "style", "order"]
 
-# Under the first four, a model that uses what is gone loses accuracy; under the others it should lose none.
+# Under the first five, a model that uses what is gone loses accuracy; under the others it should lose none.
 FAMILIES: Mapping[Family, str] = {
     "image": "images and videos blank or exchanged",
+    "part": "a part of what images show: all but the first, shapes, their arrangement, colours",
     "question": "the question alone exchanged or left out",
     "prompt": "question and images together exchanged or left out",
     "frames": "the frames of videos in another order, or one for all",
-    "quality": "images a little degraded",
+    "quality": "the same images in other files",
     "style": "texts reworded or decorated, with the same meaning",
     "order": "the answers in another order, for scorers that see all of them at once",
 }
+SCATTERED, PATCHES = 48, 4  # tiles along an edge: of the first no shape is left, in the second whole things are
+SAME = "same_image"  # of which the images are the row's own: beside those of other rows, it steadies what they cost
 REFRAMING: tuple[Family, ...] = ("image", "frames")  # video files then become lists of frames
-REMOVING: tuple[Family, ...] = ("image", "question", "prompt", "frames")
+REMOVING: tuple[Family, ...] = ("image", "part", "question", "prompt", "frames")
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,20 @@ def swapped_image(comparison: Comparison, donors: Donors, number: int = 0) -> Co
     return replace(comparison, prompt=_with_media(comparison.prompt, lambda medium: next(next_of[medium.kind])))
 
 
+def other_images(comparison: Comparison, donors: Donors) -> Comparison | None:
+    """Exchange all images of the prompt but the first: a model that looks at all of them should miss the others."""
+    pictures = [medium for donor in donors[:1] for medium in media_of(donor.prompt) if medium.kind == "image"]
+    if not pictures or sum(medium.kind == "image" for medium in media_of(comparison.prompt)) < 2:
+        return None
+    first, others = iter([True]), cycle(pictures)
+    return replace(
+        comparison,
+        prompt=_with_media(
+            comparison.prompt, lambda m: m if m.kind != "image" or next(first, False) else next(others)
+        ),
+    )
+
+
 def swapped_prompt(comparison: Comparison, donors: Donors) -> Comparison | None:
     """Put the answers under the donor's prompt, question and images at once, where neither should win."""
     if not donors or not comparison.prompt or not donors[0].prompt:
@@ -132,11 +149,6 @@ def question_of(comparison: Comparison) -> str:
     """Return the text of the last message of the user, which answers are to; empty if it has none."""
     texts = [message.text for message in comparison.prompt if message.role == "user"]
     return texts[-1].strip() if texts else ""
-
-
-def matched_lengths(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
-    """Lengthen the shorter answers up to the longest by sentences that say nothing."""
-    return restyled(comparison, changes.of_length(max(len(text_of(answer)) for answer in comparison.answers)))
 
 
 def reversed_answers(comparison: Comparison, donors: Donors = ()) -> Comparison | None:
@@ -226,15 +238,14 @@ def _picture(name: str, paint: Callable[[Any], Any], done: str, **options: Any) 
     return Intervention(name, painted(paint), "image", f"images {done}", f"with every image {done}", **options)
 
 
-def _quality(name: str, paint: Callable[[Any], Any], done: str) -> Intervention:
+def _part(name: str, paint: Callable[[Any], Any], done: str, **options: Any) -> Intervention:
     change = painted(paint, videos=False)
-    return Intervention(name, change, "quality", f"images {done}", f"with every image {done}")
+    return Intervention(name, change, "part", f"images {done}", f"with every image {done}", **options)
 
 
-def _style(name: str, change: Change, done: str, *, attack: bool = False, standard: bool = False) -> Intervention:
-    whose = "the rejected answer" if attack else "the answers"
-    condition = f"with {whose} {done}"
-    return Intervention(name, change, "style", f"answers {done}", condition, attack=attack, standard=standard)
+def _attack(name: str, rewrite: Rewrite, done: str) -> Intervention:
+    condition = f"with the rejected answer {done}"
+    return Intervention(name, rewriting(rewrite), "style", f"answers {done}", condition, attack=True, standard=True)
 
 
 def rewriting(rewrite: Rewrite) -> Change:
@@ -248,7 +259,6 @@ def _removing(family: Family, name: str, change: Change, view: str, condition: s
 # Declared here and nowhere else; the guide has the table of them.
 _DECLARED = (
     _picture("blank_image", changes.grey, "painted grey", standard=True, loss="image_reliance"),
-    _picture("noise_image", changes.noise, "replaced by noise", repeats="blank_image", standard=True),
     _removing(
         "image", "swapped_image", swapped_image, "another row's image", "with the images of another row", decides=True
     ),
@@ -260,6 +270,12 @@ _DECLARED = (
         "with the images of a third row",
         repeats="swapped_image",
     ),
+    _removing(
+        "part", "other_images", other_images, "all images but the first exchanged", "with the first image alone"
+    ),
+    _part("scattered_image", changes.in_tiles(SCATTERED), "cut into tiny tiles and mixed", standard=True),
+    _part("shuffled_patches", changes.in_tiles(PATCHES), "cut into 16 tiles and mixed"),
+    _part("grey_scale", changes.colourless, "without colours"),
     _removing(
         "question",
         "swapped_question",
@@ -286,14 +302,17 @@ _DECLARED = (
         "with the frames of videos shuffled",
         decides=True,
     ),
-    _quality("compressed_image", changes.compressed, "compressed as a JPEG of low quality"),
-    _quality("cropped_image", changes.cropped, "cropped by 7 %"),
-    _quality("smaller_image", changes.smaller, "reduced to half of the pixels"),
-    _style("padded_answers", rewriting(changes.padded), "padded with empty sentences", attack=True, standard=True),
-    _style("matched_lengths", matched_lengths, "padded to one length"),
-    _style("added_markdown", rewriting(changes.with_markdown), "set in markdown", attack=True, standard=True),
-    _style("stripped_markdown", rewriting(changes.without_markdown), "without markdown"),
-    _style("agreeing_answers", rewriting(changes.agreeing), "flattering the user", attack=True, standard=True),
+    Intervention(
+        SAME,
+        painted(changes.filed_anew, videos=False),
+        "quality",
+        "the same images in other files",
+        "with every image in a file of another name, encoding and size",
+        standard=True,
+    ),
+    _attack("padded_answers", changes.padded, "padded with empty sentences"),
+    _attack("added_markdown", changes.with_markdown, "set in markdown"),
+    _attack("agreeing_answers", changes.agreeing, "flattering the user"),
     Intervention(
         "reversed_answers",
         reversed_answers,

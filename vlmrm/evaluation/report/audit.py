@@ -88,7 +88,7 @@ def summary(choice: Choice) -> str:
 
 def changed(finding: Finding) -> str:
     """Return what was changed, as the first cell of its row."""
-    return INTERVENTIONS[finding.name].view + _of_several(finding)
+    return INTERVENTIONS[finding.name].view + f", {finding.category}" * bool(finding.category) + _of_several(finding)
 
 
 def state(finding: Finding) -> str:
