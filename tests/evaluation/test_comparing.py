@@ -114,5 +114,7 @@ def test_intervals_of_few_prompts_agree_with_p_values(prompts: int):
 
 def test_results_of_other_data_cannot_be_compared():
     other = pair_frame([1.0], comparison_id="elsewhere")
-    with pytest.raises(DataError, match="a and b have no scored pairs in common"):
+    with pytest.raises(DataError, match="a and b have no scored pairs in common: they are of other data"):
         compare({"a": pair_frame([1.0]), "b": other})
+    with pytest.raises(DataError, match="with another cluster_by"):
+        compare({"a": pair_frame([1.0]), "b": pair_frame([1.0], cluster="user 7")})

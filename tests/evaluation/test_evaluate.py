@@ -14,7 +14,7 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons
 from vlmrm.engine import Engine
 from vlmrm.errors import ConfigError
-from vlmrm.evaluation.evaluate import _Share, evaluate
+from vlmrm.evaluation.evaluate import _Share, add_interventions, evaluate
 from vlmrm.measures.interventions import INTERVENTIONS, alterations, named
 from vlmrm.measures.pairs import scored_frame, scored_pairs
 from vlmrm.modeling import batcher_for, load_checkpoint
@@ -78,6 +78,13 @@ def test_only_cheap_interventions_run_on_all_rows(loaded, rows):
         frame["blank_image_chosen"].notna().sum()
         == frame["comparison_id"].isin([part.comparisons[i].id for i in drawn]).sum()
     ), "the frame says how many"
+
+
+def test_a_grown_sample_is_the_larger_one(loaded, rows):
+    grown, large = (run(loaded, rows, ["blank_image"], sample=sample) for sample in (3, 8))
+    add_interventions(grown, more := run(loaded, rows, ["blank_image"], sample=8, beyond=3))
+    assert 0 < len(more.comparisons) < sum(map(bool, large.altered))
+    assert [it.get("blank_image") for it in grown.altered] == [it.get("blank_image") for it in large.altered]
 
 
 def test_donors_share_kind_but_not_prompt_or_images(rows):

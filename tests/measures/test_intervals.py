@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from scipy.special import expit
-from scipy.stats import binomtest, kendalltau, spearmanr, ttest_1samp
+from scipy.stats import binomtest, spearmanr, ttest_1samp
 
-from vlmrm.measures.intervals import Concordance, Contrast, Correlation, Figure, Interval, Mean, numbered
+from vlmrm.measures.intervals import Contrast, Correlation, Figure, Interval, Mean, numbered
 from vlmrm.measures.statistics import CalibrationError, Temperature, fitted_temperature, log_losses
 
 RNG = np.random.default_rng(0)
@@ -39,7 +39,6 @@ def jackknifed(figure: Callable[[np.ndarray], float]) -> float:
         (Mean(X, WEIGHTS), lambda i: np.average(X[i], weights=WEIGHTS[i]), 1e-9),
         (Contrast(X, FIRST, ~FIRST), lambda i: X[i][FIRST[i]].mean() - X[i][~FIRST[i]].mean(), 0.03),
         (Correlation(X, Y), lambda i: spearmanr(X[i], Y[i]).statistic, 0.03),
-        (Concordance(X, Y), lambda i: kendalltau(X[i], Y[i]).statistic, 0.03),
         (Temperature(X + 1), lambda i: fitted_temperature(X[i] + 1), 0.05),
     ],
 )
@@ -117,7 +116,6 @@ def figures(margins: np.ndarray, rng: np.random.Generator) -> dict[str, Figure]:
         "mean": Mean(margins),
         "loss": Mean(log_losses(margins), scale="positive"),
         "rho": Correlation(margins, noise),
-        "tau": Concordance(margins, noise),
     }
 
 

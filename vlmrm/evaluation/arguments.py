@@ -82,9 +82,9 @@ class EvaluationArguments(ComputeArguments):
         f"{', '.join(GROUPS[:-1])} or {GROUPS[-1]}.",
     )
     intervention_sample: int = key(
-        300,
-        "About so many comparisons, drawn as whole clusters, are scored under each intervention; of a "
-        "smaller data set all.",
+        1200,
+        "The budget of each scorer: of about 300 comparisons, drawn as whole clusters, twice as many are scored under "
+        "each intervention until every question is decided or so many are; of a smaller data set all.",
     )
     benchmark: list[str] = key(
         [],

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +25,7 @@ from vlmrm.evaluation.results import table_figures
 from vlmrm.evaluation.schema import Provenance, Row, Statistics
 from vlmrm.evaluation.suite import OpenSet
 from vlmrm.logs import progress
-from vlmrm.measures.analysis import analyse
+from vlmrm.measures.analysis import analyse, audit
 from vlmrm.measures.donors import BLOCKS, Traits, donors_of, is_sampled, traits_of
 from vlmrm.measures.outputs import output_figures
 from vlmrm.measures.pairs import ScoredComparisons, pair_table, scored_frame
@@ -32,12 +33,14 @@ from vlmrm.modeling import provenance
 from vlmrm.outputs import ONE, Outputs
 
 logger = logging.getLogger("vlmrm")
+FIRST_SAMPLE = 300  # comparisons under interventions; as many again until every question is decided
 
 
 class _Rows(Sequence[Comparison]):
     """The comparisons of some rows of a data set, read anew each time: images in them may be more than memory."""
 
     def __init__(self, dataset: Any, indices: list[int]):
+        self.indices = indices
         self._dataset = dataset.select(indices)
         self._key = (id(dataset), *indices)
 
@@ -61,7 +64,8 @@ class _Rows(Sequence[Comparison]):
 class _Share:
     """A rank's rows of a data set: every `ranks`-th block of `block` rows, so that neighbours stay together.
 
-    A row has its `index` in the data set. About `sample` rows are `sampled` for interventions, and have `donors`.
+    A row has its `index` in the data set. About `sample` rows are `sampled` for interventions, and have `donors`. With
+    `beyond` there are only the rows of the sample that are in no such smaller one.
     """
 
     dataset: Any
@@ -70,11 +74,21 @@ class _Share:
     ranks: int
     sample: int | None
     cluster_by: str | None = None
+    beyond: int | None = None
 
     def __post_init__(self):
         starts = range(self.rank * self.block, len(self.dataset), self.ranks * self.block)
         self._indices = [i for start in starts for i in range(start, min(start + self.block, len(self.dataset)))]
         self._traits: dict[int, Traits | None] = {}
+        if self.beyond is not None:
+            rows = ((i, self.dataset[i]["comparison"]) for i in self._indices)
+            self._indices = [
+                i for i, row in rows if self._drawn(row, self.sample) and not self._drawn(row, self.beyond)
+            ]
+
+    def _drawn(self, row: Any, sample: int | None) -> bool:
+        share = (sample or 0) / len(self.dataset)
+        return isinstance(row, Comparison) and is_sampled(row, share, self.cluster_by)
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -87,10 +101,8 @@ class _Share:
         comparisons = self.dataset[indices]["comparison"]
         rows = [{"index": index, "comparison": c} for index, c in zip(indices, comparisons, strict=True)]
         if self.sample is not None:
-            share = self.sample / len(self.dataset)
             for row in rows:
-                comparison = row["comparison"]
-                row["sampled"] = isinstance(comparison, Comparison) and is_sampled(comparison, share, self.cluster_by)
+                row["sampled"] = self._drawn(row["comparison"], self.sample)
             first = min(indices) // BLOCKS[-1] * BLOCKS[-1]  # rows before it are in earlier blocks
             self._traits = {index: traits for index, traits in self._traits.items() if index >= first}
             if any(row["sampled"] for row in rows):
@@ -146,17 +158,18 @@ def measure(
 ) -> tuple[dict[str, Any], pd.DataFrame | None]:
     """Return the figures of one open entry on one data set, and the scored pairs, where there are any."""
     args, processes, definition = run.args, run.processes, data.definition
-    result = evaluate(
+    score = partial(
+        evaluate,
         scorer,
         data.dataset,
         batch_size=args.eval_batch_size,
         num_workers=args.dataloader_num_workers,
         rank=processes.process_index,
         ranks=processes.num_processes,
-        description=entry.checkpoint,
-        sample=args.intervention_sample,
         cluster_by=definition.cluster_by,
     )
+    sample = min(FIRST_SAMPLE, args.intervention_sample)
+    result = score(description=entry.checkpoint, sample=sample)
     if not result.comparisons:
         raise DataError(f"none of the {len(data.dataset)} rows could be scored: the first was {result.dropped[0]}.")
     if result.comparisons not in data.tables:
@@ -170,9 +183,20 @@ def measure(
     if (outputs := run.data_args.named_outputs) != ONE:
         figures["outputs"] = output_figures(outputs, result.comparisons, with_outputs(entry, outputs, result.outputs))
     statistics, frame = Statistics(overall={}, category={}, by={}, audit=[]), None
-    if len(table.frame):
+
+    def framed() -> pd.DataFrame:
         frame = scored_frame(result, model=entry.model, checkpoint=entry.checkpoint, step=entry.step, table=table)
         add_verdicts(frame, result)
+        return frame
+
+    if len(table.frame):
+        frame, budget = framed(), min(args.intervention_sample, len(data.dataset))
+        while sample < budget and any(it.state == "undecided" and not it.reason + it.category for it in audit(frame)):
+            beyond, sample = sample, min(2 * sample, budget)
+            add_interventions(
+                result, score(description=f"{sample} rows under interventions", sample=sample, beyond=beyond)
+            )
+            frame = framed()
         if data.leakage is not None:
             frame["by/leaked"] = np.where(frame["comparison_id"].isin(data.leakage.leaked), "yes", "no")
         statistics = cast(Statistics, analyse(frame))
@@ -224,13 +248,16 @@ def evaluate(
     description: str = "scoring",
     sample: int | None = None,
     cluster_by: str | None = None,
+    beyond: int | None = None,
 ) -> ScoredComparisons:
     """Score every row of `load_comparisons` once, and about `sample` rows, by default all, under each intervention.
+
+    With `beyond`, only the rows that the sample has more than one of so many.
 
     Of several ranks each takes a share, and all get the whole result in the data set's order, or the first error.
     """
     drawn = (sample or len(dataset)) if scorer.interventions else None
-    share = _Share(dataset, batch_size, rank, ranks, drawn, cluster_by)
+    share = _Share(dataset, batch_size, rank, ranks, drawn, cluster_by, beyond)
     rows = scorer.rows(share, batch_size=batch_size, num_workers=num_workers)
     scored: list[ScoredRow] = []
     failed: Exception | None = None
@@ -256,6 +283,15 @@ def evaluate(
         verdicts=[row.verdicts for row in kept],
         outputs=[row.outputs for row in kept],
     )
+
+
+def add_interventions(result: ScoredComparisons, more: ScoredComparisons) -> None:
+    """Add what further rows of the same data set have under interventions."""
+    assert isinstance(result.comparisons, _Rows) and isinstance(more.comparisons, _Rows)
+    places = {index: place for place, index in enumerate(result.comparisons.indices)}
+    for index, altered, failed in zip(more.comparisons.indices, more.altered, more.failed, strict=True):
+        if index in places:  # else a judge had no verdict the first time
+            result.altered[places[index]], result.failed[places[index]] = altered, failed
 
 
 def limits_met(result: ScoredComparisons, interventions: Iterable[str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from vlmrm.evaluation.public import published_table
 from vlmrm.evaluation.schema import SCHEMA_VERSION, Best, Figures, Row, dump_results, load_results
 from vlmrm.files import atomic_write, make_folder, write_file
 from vlmrm.measures.intervals import Estimate
+from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRICS
 from vlmrm.measures.pairs import candidates_of, read_pairs
 
@@ -120,6 +121,9 @@ def table(rows: Sequence[Row], best: Best | None) -> pd.DataFrame:
         for output, figures in row.get("outputs", {}).items():
             line |= {f"{output}_{name}": value for name, value in figures.items()}
         if "statistics" in row:
+            overall = row["statistics"]["overall"]
+            for name in (name for it in INTERVENTIONS if (name := f"{it}_accuracy") in row):
+                line |= {f"{name}/{part}": overall[name][part] for part in ("low", "high", "n")}
             for name, figures in row["statistics"]["category"].items():
                 line[f"accuracy/{name}"] = figures["preference_accuracy"]["value"]
         if "provenance" in row:

@@ -96,7 +96,7 @@ def deciding(findings: Sequence[Finding], family: str) -> Finding | None:
     """Return the finding that speaks for a family of which a part is gone, None where it was not asked.
 
     What takes the place of a part in another row decides, since a model may know nothing like an empty one: grey
-    pictures may only be strange to it. Where there is nothing else, several neutral ones have to agree.
+    pictures may only be strange to it.
     """
     of_family = [finding for finding in findings if finding.family == family]
     exchanged = [finding for finding in of_family if INTERVENTIONS[finding.name].decides]
@@ -137,33 +137,23 @@ def _of_intervention(pairs: PairArrays, name: str) -> Question | None:
     if intervention.family == "order":  # what standing first is worth, wherever the chosen answer stands
         chosen, rejected = pairs.sides("branch").T
         change = np.where(chosen < rejected, change, -change)
-    loss = Mean(change, scale="difference")
-    # Donors are alike, and their mean is what counts; neutral pictures are not, and each has to show it.
-    together = [loss]
-    if len(altered) > 1 and not intervention.decides:
-        together += [Mean(own - credits, scale="difference") for credits in altered]
-    tests = [_test(figure, pairs.clusters, MARGIN, gain_counts=not intervention.attack) for figure in together]
-    claim: State = "reliant" if all(test.claim == "reliant" for test in tests) else "not reliant"
-    agree = len({test.claim for test in tests}) == 1
-    p = max(test.p for test in tests)
-    reason = ""
-    if not agree:
-        reason = "The neutral pictures contradict each other."
-    elif len(altered) == 1 and intervention.family == "image" and not intervention.decides and _has_texts(pairs):
-        reason = "One neutral picture may only be strange to it."
-    elif claim == "not reliant" and not intervention.attack:
+    test = _test(Mean(change, scale="difference"), pairs.clusters, MARGIN, gain_counts=not intervention.attack)
+    p, reason = test.p, ""
+    if intervention.family == "image" and not intervention.decides and _has_texts(pairs):
+        reason = "A neutral picture may only be strange to it: other rows' images tell, where the data have some."
+    elif test.claim == "not reliant" and not intervention.attack:
         # A model that is right as often as chance has nothing to lose.
         above = _test(Mean(np.where(np.isnan(mean), np.nan, own - CHANCE)), pairs.clusters, MARGIN)
         p = max(p, above.p if above.centre > 0 and above.claim == "reliant" else 1.0)
     one_question = "prompt_text" in pairs.frame and pairs.frame["prompt_text"][~np.isnan(mean)].nunique() == 1
     if intervention.family == "question" and not intervention.decides and one_question:
         reason = "All rows ask the same question, so that these data cannot tell; those of several would."
-    of_loss = tests[0].estimate
+    of_loss = test.estimate
     left = Mean(np.where(np.isnan(pairs.credits), np.nan, mean), scale="share").estimate(pairs.clusters)
     found = Finding(
-        name, intervention.family, claim, of_loss, left, MARGIN, p, NAN, _too_few(of_loss) or reason, len(altered)
+        name, intervention.family, test.claim, of_loss, left, MARGIN, p, NAN, _too_few(of_loss) or reason, len(altered)
     )
-    return found, tests[0]
+    return found, test
 
 
 def _own_credits(pairs: PairArrays, intervention: Intervention) -> np.ndarray:

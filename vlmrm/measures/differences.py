@@ -151,6 +151,12 @@ def right_of_shared_pairs(frames: Mapping[str, pd.DataFrame]) -> tuple[np.ndarra
         tables.append(margins.dropna())  # people's ties
     shared = reduce(lambda index, table: index.intersection(table.index, sort=False), tables[1:], tables[0].index)
     if not len(shared):
-        raise DataError(f"{' and '.join(frames)} have no scored pairs in common: compare results of the same data")
+        rows = [{*frame["comparison_id"]} for frame in frames.values()]
+        why = (
+            "were evaluated with another cluster_by or other prompts"
+            if set.intersection(*rows)
+            else "are of other data"
+        )
+        raise DataError(f"{' and '.join(frames)} have no scored pairs in common: they {why}, so evaluate them alike")
     right = np.stack([credits_of(table.loc[shared].to_numpy()) for table in tables], axis=1)
     return right, numbered(shared.get_level_values("cluster").to_numpy())

@@ -137,48 +137,6 @@ class Correlation(Figure):
         return Influence(float(value), rows.sum(axis=1), shares.sum(axis=1), n)
 
 
-@dataclass(frozen=True)
-class Concordance(Figure):
-    """Kendall's tau-b of x[N] and y[N]."""
-
-    x: np.ndarray
-    y: np.ndarray
-    scale = "correlation"
-
-    def influence(self) -> Influence:
-        n = len(self.x)
-        shares = np.full(n, 1 / max(n, 1))
-        agreeing = (
-            _below(self.x, self.y) + _below(-self.x, -self.y) - _below(self.x, -self.y) - _below(-self.x, self.y)
-        )
-        untied = [n - _Order(values).equal for values in (self.x, self.y)]
-        of_x, of_y = (float(counts.sum()) for counts in untied)
-        if not (of_x > 0 and of_y > 0):
-            return Influence(NAN, np.zeros(n), shares, n)
-        norm = np.sqrt(of_x * of_y)
-        value = float(agreeing.sum() / norm)
-        rows = 2 * agreeing / norm - value * (untied[0] / of_x + untied[1] / of_y)
-        return Influence(value, rows, shares, n)
-
-
-@dataclass(frozen=True)
-class AtRows(Figure):
-    """A figure of B values of which several belong to one of N rows: rows[B] says to which."""
-
-    figure: Figure
-    rows: np.ndarray
-    count: int
-
-    @property
-    def scale(self) -> Scale:
-        return self.figure.scale
-
-    def influence(self) -> Influence:
-        inner = self.figure.influence()
-        rows, shares = (np.bincount(self.rows, part, self.count) for part in (inner.rows, inner.shares))
-        return inner._replace(rows=rows, shares=shares)
-
-
 class Spread(NamedTuple):
     """What an interval is made of: standard error, degrees of freedom, and how many independent values it is worth."""
 
@@ -212,12 +170,6 @@ def with_ends(influence: Influence, of: Spread, count: int, scale: Scale) -> Est
         return Estimate(influence.value, NAN, NAN, NAN, influence.n, count)
     low, high = SCALES[scale](influence.value, of, float(stdtrit(of.freedom, (1 + LEVEL) / 2)))
     return Estimate(influence.value, float(low), float(high), of.error, influence.n, count)
-
-
-def detectable(figure: Figure, clusters: np.ndarray, power: float = 0.8) -> float:
-    """Return the difference from a fixed value that a figure of these clusters would show with some probability."""
-    of, _ = spread(figure.influence(), clusters)
-    return float((stdtrit(of.freedom, (1 + LEVEL) / 2) + stdtrit(of.freedom, power)) * of.error) if of.freedom else NAN
 
 
 def plain(value: float, of: Spread, quantile: float) -> Interval:
@@ -286,10 +238,6 @@ class _Order:
         self.below = np.searchsorted(ascending, values, "left")  # how many are below each
         self.up_to = np.searchsorted(ascending, values, "right")
 
-    @property
-    def equal(self) -> np.ndarray:
-        return self.up_to - self.below
-
     def above_less_below(self, weights: np.ndarray) -> np.ndarray:
         """Return for each value half the mean weight of those above it, less that of those below: [n]."""
         sums = np.concatenate([[0.0], np.cumsum(weights[self.order])])
@@ -299,24 +247,3 @@ class _Order:
 def _centred_ranks(values: np.ndarray) -> np.ndarray:
     """Return mid-ranks around zero, between -0.5 and 0.5."""
     return (rankdata(values) - 0.5) / max(len(values), 1) - 0.5
-
-
-def _below(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return for each i how many j have both x[j] < x[i] and y[j] < y[i], in n log² n.
-
-    Two numbers differ first in one bit: those of the ranks of y are gone through, and for each bit the values that
-    share all higher ones are counted in the order of x.
-    """
-    xs, ys = (np.unique(values, return_inverse=True)[1] for values in (x, y))
-    if not len(xs):
-        return np.zeros(0)
-    wide = int(xs.max()) + 1
-    counts = np.zeros(len(xs))
-    for bit in range(int(ys.max()).bit_length()):
-        group, high = (ys >> (bit + 1)) * wide, (ys >> bit) & 1
-        keys = group + xs
-        order = np.argsort(keys, kind="stable")
-        lower = np.concatenate([[0], np.cumsum(1 - high[order])])
-        sorted_keys = keys[order]
-        counts += high * (lower[np.searchsorted(sorted_keys, keys)] - lower[np.searchsorted(sorted_keys, group)])
-    return counts

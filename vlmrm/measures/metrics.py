@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from vlmrm.errors import ConfigError
-from vlmrm.measures.intervals import Concordance, Contrast, Correlation, Estimate, Figure, Mean, detectable
+from vlmrm.measures.intervals import Contrast, Correlation, Estimate, Figure, Mean
 from vlmrm.measures.interventions import FOLLOWERS, INTERVENTIONS, Intervention
 from vlmrm.measures.pairs import PairArrays, credits_of
 from vlmrm.measures.statistics import (
@@ -201,12 +201,6 @@ _DECLARED = (
         label="credit of the answer shown first",
         percent=True,
     ),
-    Metric(
-        "detectable_difference",
-        "the difference of the accuracy from a fixed one, such as chance, that these clusters show four times in five",
-        lambda p: detectable(share_of(p.credits), p.clusters),
-        float,
-    ),
     Metric("comparison_count", "comparisons", lambda p: len(np.bincount(p.candidates.groups)), int),
     Metric(
         "cluster_count",
@@ -351,18 +345,6 @@ _DECLARED = (
         "spearman_within",
         "Spearman's rho of scores and ratings, mean over lists",
         lambda p: p.of_lists(spearman_within(*p.candidates)),
-        better="higher",
-    ),
-    Metric(
-        "kendall_pooled",
-        "Kendall's tau-b over the candidates of all lists",
-        lambda p: p.of_candidates(Concordance(p.candidates.scores, p.candidates.ratings)),
-        better="higher",
-    ),
-    Metric(
-        "spearman_pooled",
-        "Spearman's rho over the candidates of all lists",
-        lambda p: p.of_candidates(Correlation(p.candidates.scores, p.candidates.ratings)),
         better="higher",
     ),
     Metric(

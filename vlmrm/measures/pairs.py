@@ -19,7 +19,7 @@ from vlmrm.conversation import Comparison, Messages, media_of, text_of
 from vlmrm.data.media import image_size, local_path
 from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.measures.donors import cluster_of
-from vlmrm.measures.intervals import AtRows, Figure, Mean, numbered
+from vlmrm.measures.intervals import Mean, numbered
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.statistics import BestOfN, ReliabilityBin, best_of_n, markup, reliability
 from vlmrm.outputs import ONE, Outputs
@@ -357,10 +357,6 @@ class PairArrays:
         at_rows = np.full(len(self.frame), np.nan)
         at_rows[self.first_rows] = values
         return Mean(at_rows)
-
-    def of_candidates(self, figure: Figure) -> AtRows:
-        """Return a figure of all candidates, each at the first row of its comparison."""
-        return AtRows(figure, self.first_rows[self.candidates.groups], len(self.frame))
 
     @cached_property
     def best_of_n(self) -> list[BestOfN]:
