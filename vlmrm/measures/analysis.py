@@ -189,7 +189,7 @@ class _Test(NamedTuple):
     p: float
     centre: float
     error: float
-    freedom: int
+    freedom: float
     estimate: Estimate
 
 

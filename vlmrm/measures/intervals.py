@@ -3,8 +3,8 @@
 Pairs of one cluster are correlated, so clusters are the units. Each figure says by how much each row moves it, its
 influence; the influences of a cluster's rows are added up, and from them follow the standard error of the jackknife
 that leaves out one cluster at a time, and an interval with Student's t of as many degrees of freedom as there are
-clusters but one (Cameron and Miller, A Practitioner's Guide to Cluster-Robust Inference, 2015). Figures that cannot
-leave a range have an interval that cannot either: see `SCALES`.
+clusters of equal weight, but one (Cameron and Miller, A Practitioner's Guide to Cluster-Robust Inference, 2015).
+Figures that cannot leave a range have an interval that cannot either: see `SCALES`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Spread(NamedTuple):
     """What an interval is made of: standard error, degrees of freedom, and how many independent values it is worth."""
 
     error: float
-    freedom: int
+    freedom: float
     effective: float
 
 
@@ -161,7 +161,8 @@ def spread(influence: Influence, clusters: np.ndarray) -> tuple[Spread, int]:
         effective = min(alone / error**2, 1.0) / float((influence.shares**2).sum())
     else:
         effective = 1 / float((shares**2).sum())
-    return Spread(error, count - 1, max(effective, 1.0)), count
+    # Where a few clusters have most of the weight, the error is as uncertain as that of so few.
+    return Spread(error, max(1 / float((shares**2).sum()) - 1, 1.0), max(effective, 1.0)), count
 
 
 def with_ends(influence: Influence, of: Spread, count: int, scale: Scale) -> Estimate:

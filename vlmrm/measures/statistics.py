@@ -124,9 +124,10 @@ class CalibrationError(Figure):
         sizes = np.bincount(clusters, counts)
         by_cluster, sizes = by_cluster[sizes > 0], sizes[sizes > 0]
         total = by_cluster.sum(axis=0)
-        left_out = (by_cluster - total * (sizes / sizes.sum())[:, None]) / (1 - sizes / sizes.sum())[:, None]
+        shares = sizes / sizes.sum()
+        left_out = (by_cluster - total * shares[:, None]) / (1 - shares)[:, None]
         values, vectors = np.linalg.eigh(np.cov(left_out.T) * (len(sizes) - 1))
-        rng, freedom = np.random.default_rng(SEED), len(sizes) - 1
+        rng, freedom = np.random.default_rng(SEED), max(1 / (shares**2).sum() - 1, 1.0)
         drawn = rng.normal(size=(DRAWS, BINS)) @ (vectors * np.sqrt(np.maximum(values, 0))).T
         drawn *= np.sqrt(freedom / rng.chisquare(freedom, DRAWS))[:, None]
 
