@@ -10,7 +10,7 @@ import pytest
 from scipy.special import expit
 from scipy.stats import binomtest, spearmanr, ttest_1samp
 
-from vlmrm.measures.intervals import Contrast, Correlation, Figure, Interval, Mean, numbered
+from vlmrm.measures.intervals import Contrast, Correlation, Figure, Interval, Mean, numbered, spread
 from vlmrm.measures.statistics import CalibrationError, Temperature, fitted_temperature, log_losses
 
 RNG = np.random.default_rng(0)
@@ -80,6 +80,14 @@ def test_perfect_figures_leave_room_for_the_unseen():
     assert -0.1 < none.low < -0.05 and 0.05 < none.high < 0.1
     all_right = Mean(np.ones(300), scale="share").estimate(np.arange(300) // 10)
     assert all_right.high == 1 and 0.85 < all_right.low < 0.9, "worth its thirty prompts"
+
+
+def test_few_heavy_prompts_have_the_freedom_of_few():
+    def freedom(sizes: list[int]) -> float:
+        names = np.repeat(np.arange(len(sizes)), sizes)
+        return spread(Mean(RNG.normal(size=len(names))).influence(), names)[0].freedom
+
+    assert freedom([3] * 50) == pytest.approx(49) and freedom([1000] * 5 + [1] * 45) == pytest.approx(4, abs=0.1)
 
 
 def test_missing_values_do_not_count():
