@@ -36,16 +36,20 @@ OUTCOME, TRANSFORMS = "vlmrm/rewards/outcome.py", "vlmrm/scoring/transforms.py"
 REWARD_SET, ORIGINALS = "vlmrm/rewards/reward_set.py", "vlmrm/rewards/originals.py"
 SCORER, SERVERS = "vlmrm/scoring/scorer.py", "vlmrm/rewards/servers.py"
 ADAPTERS, VERDICTS, DONORS = "vlmrm/adapters/", "vlmrm/formats/verdicts.py", "vlmrm/data/comparisons.py"
-DUPLICATES, PARTS, GATEWAY = "vlmrm/data/duplicates.py", "vlmrm/modeling/parts.py", "vlmrm/serving/gateway.py"
+DUPLICATES, PARTS = "vlmrm/data/duplicates.py", "vlmrm/modeling/parts.py"
 QUEUE, QUALIFIED = "vlmrm/serving/memory_backend.py", "packages/robots/vlmrm_robots/frames/qualification.py"
 
 MUTANTS = (
     # A loss that is another one.
-    Mutant(LOSSES, "scores = scores.float()", "scores = scores", "tests/training"),
+    Mutant(LOSSES, "logits = logits.float()", "logits = logits", "tests/training"),
     Mutant(LOSSES, "chosen - rejected\n", "rejected - chosen\n", "tests/training"),
     Mutant(LOSSES, 'difference - pairs["margin"]', 'difference + pairs["margin"]', "tests/training"),
     Mutant(LOSSES, "(irrelevant * weight * bradley_terry_tie", "(irrelevant * bradley_terry_tie", "tests/training"),
-    Mutant(LOSSES, "(preference * weight * fit)", "(weight * fit)", "tests/training"),
+    Mutant(LOSSES, "share = (1 - irrelevant) * ", "share = 1.0 * ", "tests/training"),
+    Mutant(LOSSES, 'pairs["target"].isnan()', "1.0", "tests/training"),
+    Mutant(LOSSES, "(share * fit).sum() / per\n", "(share * fit).sum() / totals.sum()\n", "tests/training"),
+    Mutant(LOSSES, "target[:, None] * steps", "target[:, None]", "tests/training"),
+    Mutant(LOSSES, "(2 * variance).sqrt()", "variance.sqrt()", "tests/training"),
     Mutant(LOSSES, "(chosen + rejected) ** 2", "(chosen - rejected) ** 2", "tests/training"),
     Mutant(LOSSES, "torch.where(tie, tied, win)", "win", "tests/training"),
     Mutant(LOSSES, "self.irrelevant_weight * of_ties", "of_ties", "tests/training"),
@@ -55,11 +59,11 @@ MUTANTS = (
     Mutant(STEP, 'scores[part["order"].to(scores.device)]', "scores", "tests/training tests/batching"),
     Mutant(STEP, "value.detach() / len(pieces)", "value.detach()", "tests/training tests/batching"),
     Mutant(STEP, 'pairs["tie"] | pairs["outvoted"]', 'pairs["tie"]', "tests/training"),
-    Mutant(STEP, 'total["correct"] / max(total["pairs"], 1)', 'total["correct"]', "tests/training"),
+    Mutant(STEP, 'total[of] / total["pairs"]', "total[of]", "tests/training"),
     Mutant(STEP, "torch.set_rng_state(self.on_cpu)", "pass", "tests/training tests/batching"),
     # Scores that are another conversation's.
-    Mutant(COLLATOR, "judgement.weight, tie, False, outvoted", "1.0, tie, False, outvoted", "tests/batching"),
-    Mutant(COLLATOR, "0.0 if tie or judgement.margin is None", "0.0 if judgement.margin is None", "tests/batching"),
+    Mutant(COLLATOR, "judgement.weight, pair.tie, False", "1.0, pair.tie, False", "tests/batching"),
+    Mutant(COLLATOR, "0.0 if pair.tie or judgement.margin is", "0.0 if judgement.margin is", "tests/batching"),
     Mutant(COLLATOR, "start += len(unit.branches)", "start += 0", "tests/batching"),
     Mutant(COLLATOR, '.argsort(),\n            "cut"', ',\n            "cut"', "tests/batching"),
     Mutant(COLLATOR, "len(rendered) <= self.max_seq_length", "True", "tests/batching tests/data"),
@@ -137,9 +141,6 @@ MUTANTS = (
     Mutant(PARTS, "weight.requires_grad_(False)\n        for piece", "pass\n        for piece", "tests/modeling"),
     Mutant(PARTS, "piece.register_forward_pre_hook(_grad_off)", "pass", "tests/modeling"),
     # A service that answers what nobody asked, or whom it should not.
-    Mutant(
-        GATEWAY, "any(matches) or not accepted", "not all(matches) or not accepted", "tests/serving/test_access.py"
-    ),
     Mutant(QUEUE, "status.revision in job.revisions and ", "", "tests/serving"),
     Mutant(QUEUE, "job.deadline < time.monotonic()", "job.deadline < 0", "tests/serving"),
     Mutant("vlmrm/serving/worker_process.py", "SECRETS + LAUNCHER", "LAUNCHER", "tests/serving/test_access.py"),

@@ -49,11 +49,7 @@ def test_renamed_columns_read_like_the_canonical_ones(streaming, bad_rows, tmp_p
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["--columns", *(f"{ours}={theirs}" for ours, theirs in COLUMNS.items())],
-        ["config.yaml"],
-    ],
+    "words", [["--columns", *(f"{ours}={theirs}" for ours, theirs in COLUMNS.items())], ["config.yaml"]]
 )
 def test_columns_come_as_words_or_yaml(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -122,10 +122,7 @@ def test_canonical_rows_mean_the_same_for_every_layout():
 
 
 # The only layouts with the columns of more general ones, which come after them.
-GENERAL = {
-    "LLaMA-Factory alpaca": ["chosen / rejected"],
-    "LLaMA-Factory sharegpt": ["chosen / rejected"],
-}
+GENERAL = {"LLaMA-Factory alpaca": ["chosen / rejected"], "LLaMA-Factory sharegpt": ["chosen / rejected"]}
 
 
 def test_no_two_layouts_are_confused():

@@ -24,7 +24,7 @@ from vlmrm.modeling import batcher_for, load_for_training
 from vlmrm.outputs import Outputs
 from vlmrm.rendering import Renderer
 from vlmrm.rewards import RewardArguments, RewardSet
-from vlmrm.training.losses import Objective, gaussian, judged_weights, rated
+from vlmrm.training.losses import Objective, gaussian, judged_weights
 
 KINDS = {
     "overall": "preference",
@@ -111,12 +111,6 @@ def test_a_gaussian_integrates_what_samples_approach():
     torch.testing.assert_close(
         gaussian(difference, variance, torch.tensor([False] * 2)), expected, rtol=1e-4, atol=1e-4
     )
-
-
-def test_ratings_are_likeliest_at_their_shares():
-    columns = torch.tensor([0.75, 0.5]).logit()[:, None].requires_grad_()
-    rated(columns, torch.tensor([0.75, 0.5])).sum().backward()
-    assert columns.grad is not None and columns.grad.abs().max() < 1e-6
 
 
 def test_outputs_have_equal_parts_whatever_judges_more(tiny_checkpoint):

@@ -243,7 +243,7 @@ def pairs(
     """Write preferences between episodes, for `vlmrm train`: the task is the prompt, frames are the answers.
 
     Args:
-        output: The new file, .jsonl or .parquet; its pictures go into a folder beside it.
+        output: The new file, .jsonl; its pictures go into a folder beside it.
         kinds: What an episode up to its success is preferred to: a failure (outcome), its own beginning (truncation),
             its own frames back again (rewind), the same under another task (instruction). Default: the first three.
         frames: Frames of an answer, evenly spread; fewer in both answers of a pair where one has fewer.
