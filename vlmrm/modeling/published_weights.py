@@ -113,6 +113,15 @@ def plain_weights(path: Path, content: Mapping[str, Any], keep_type: bool = Fals
         for name, value in content.items()
         if isinstance(value, Tensor) and not name.endswith("num_batches_tracked")
     }
+    for name, value in weights.items():
+        if value.layout != torch.strided or value.is_meta:
+            raise CheckpointError(f"{path}: {name} is sparse or has no numbers: save plain tensors.")
+        # An expanded tensor of one number could claim any shape, and take all memory once it is copied.
+        stored = value.untyped_storage().nbytes() // value.element_size()
+        if stored < value.numel():
+            raise CheckpointError(f"{path}: {name} has {value.numel()} numbers and stores {stored}: copy it again.")
+        if not value.is_floating_point():
+            raise CheckpointError(f"{path}: {name} has numbers of {value.dtype}: weights are floats.")
     return weights if keep_type else {name: value.float() for name, value in weights.items()}
 
 

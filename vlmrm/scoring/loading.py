@@ -64,6 +64,8 @@ def load_scorer(
         raise ConfigError(f"{model} is no folder: an address begins with http://, and this is none without it.")
     if reward is not None:
         raise ConfigError(f"reward is an option of a service, and {model} is a folder: leave reward out.")
+    if not isinstance(cache_bytes, int) or isinstance(cache_bytes, bool) or cache_bytes < 0:
+        raise ConfigError(f"cache_bytes is {cache_bytes!r}: write a number of bytes, or 0 to keep nothing.")
     dtype = parse_dtype(dtype, auto=True)
     with needs("local", "scoring with a checkpoint"):
         from vlmrm.modeling import load_checkpoint
