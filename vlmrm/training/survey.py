@@ -21,6 +21,7 @@ from vlmrm.data.media import media_key
 from vlmrm.errors import ConfigError, MediaError, RowError, TrainingError
 from vlmrm.logs import counted
 from vlmrm.measures.analysis import CLUSTERS
+from vlmrm.outputs import ONE, Outputs
 
 SAMPLE = 64  # rows that a training renders before its first step
 LOOKED = 10_000  # rows whose prompts and margins are read, and that are compared with each other
@@ -45,6 +46,8 @@ class Survey:
     margins: list[float] = field(default_factory=list)
     contradictions: int = 0
     repeats: Repeats = field(default_factory=Repeats)
+    outputs: Outputs = ONE
+    judged: set[str] = field(default_factory=set)  # the names of outputs that a row judges
     subjects: set[Subject] = field(default_factory=set)  # of prompts, until two are `unrelated`
     unrelated: bool = False
 
@@ -66,6 +69,7 @@ class Survey:
         if not self.trains:
             return
         self.margins += margins_of(row)
+        self.judged |= {self.outputs.names[self.outputs.index(judgement)] for judgement in row.judgements}
         repeat = self.repeats.find(row)
         self.contradictions += repeat is not None and repeat.contradicts
         if not self.unrelated and row.prompt and (new := subject(row.prompt)) not in self.subjects:
@@ -93,6 +97,13 @@ class Survey:
 
     def remarks(self, irrelevant: bool) -> Iterator[str]:
         """Yield what is odd; where answers train under `irrelevant` prompts, refuse rows of which none has any."""
+        if idle := [name for name in self.outputs.names if name not in self.judged]:
+            reason = (
+                f"no row of {self.looked:,} judges the output {idle[0]}: map its column to this name, or remove it"
+            )
+            if self.rows is not None and self.rows <= LOOKED:
+                raise ConfigError(f"{reason}.")
+            yield reason
         if irrelevant and not self.unrelated:
             reason = (
                 f"use_irrelevant_queries does nothing: no two of {self.looked:,} rows have prompts of different "
@@ -115,7 +126,7 @@ def survey(
 ) -> Survey:
     """Look at `LOOKED` rows, and render a random sample of `limit`; of a stream do both with the first `limit`."""
     collator = dataclasses.replace(collator, irrelevant=None)  # it would remember these rows as donors
-    result = Survey(len(dataset) if isinstance(dataset, Sized) else None, trains)
+    result = Survey(len(dataset) if isinstance(dataset, Sized) else None, trains, outputs=collator.outputs)
     for position, row, sampled in _rows(dataset, seed, limit):
         if isinstance(row["comparison"], Comparison):
             result.look(row["comparison"])
