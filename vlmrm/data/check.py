@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 MAX_LISTED = 20  # wrong rows, duplicates and categories that are named; all are counted
+RANKED = ("preference", "rating")  # kinds of judgements whose values are only compared
 
 
 @dataclass
@@ -36,6 +37,7 @@ class Report:
     ties: int = 0
     ranked_lists: int = 0
     disputed: int = 0  # rows whose raters differ
+    judged: Counter[str] = field(default_factory=Counter)  # answers, by dimension
     margins: list[float] = field(default_factory=list)
     categories: Counter[str] = field(default_factory=Counter)
     images: int = 0
@@ -64,7 +66,8 @@ class Report:
         self.example = self.example or row
         self.pairs += len(pairs)
         self.ties += sum(pair.tie for pair in pairs)
-        self.ranked_lists += not row.is_pair()
+        self.ranked_lists += len(row.answers) > 2
+        self.judged.update(name for answer in range(len(row.answers)) for name in _named_values(row, answer))
         self.disputed += len({*row.pairs()}) > len(pairs)
         self.margins += margins_of(row)
         self.categories[row.category or "(none)"] += 1
@@ -183,6 +186,8 @@ def _contents(report: Report) -> Iterator[str]:
     ties = f", {report.ties:,} of them ties" if report.ties else ""
     lists = f" ({counted(report.ranked_lists, 'ranked list')})" if report.ranked_lists else ""
     yield f"{counted(report.pairs, 'pair')}{ties}{lists}"
+    if report.judged:
+        yield "answers judged: " + ", ".join(f"{name} {count:,}" for name, count in report.judged.items())
     if report.margins:
         yield describe_margins(report.margins)
     if report.disputed:
@@ -215,16 +220,28 @@ def _sizes(report: Report) -> Iterator[str]:
 
 def _describe_row(row: Comparison) -> Iterator[str]:
     yield f"id {row.id}"
-    extras = {"margin": row.judgement.margin, "category": row.category, "weight": row.judgement.weight}
+    weights = {judgement.weight for judgement in row.judgements}
+    weight = row.judgement.weight if len(weights) > 1 else weights.pop()
+    extras = {"margin": row.judgement.margin, "category": row.category, "weight": weight}
     yield from (f"{name} {it}" for name, it in extras.items() if it is not None and (name, it) != ("weight", 1.0))
     if row.prompt:
         yield from ("prompt", *map(_describe_message, row.prompt))
-    for rating, answer in zip(row.ratings, row.answers, strict=True):
+    for number, (rating, answer) in enumerate(zip(row.ratings, row.answers, strict=True)):
+        if values := _named_values(row, number):
+            yield ", ".join(f"{name} {value:g}" for name, value in values.items())
+            yield from map(_describe_message, answer)
+            continue
         labels = {max(row.ratings): "chosen", min(row.ratings): "rejected"} if row.is_pair() else {}
         yield (
             labels.get(rating, f"answer of score {rating:g}") if len({*row.ratings}) > 1 else "one of several that tie"
         )
         yield from map(_describe_message, answer)
+
+
+def _named_values(row: Comparison, answer: int) -> dict[str, float]:
+    """Return what judgements of a dimension, of steps or of progress say of an answer, by its name."""
+    named = {it.dimension or it.kind: it for it in row.judgements if it.dimension or it.kind not in RANKED}
+    return {name: it.values[it.answers.index(answer)] for name, it in named.items() if answer in it.answers}
 
 
 def _describe_message(message: Message) -> str:
