@@ -19,7 +19,7 @@ from vlmrm.batching import ComparisonCollator
 from vlmrm.conversation import Comparison, Judgement, Message
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons
-from vlmrm.errors import CheckpointError, ConfigError, DataError
+from vlmrm.errors import CheckpointError, ConfigError, DataError, TrainingError
 from vlmrm.modeling import batcher_for, load_for_training
 from vlmrm.outputs import Outputs
 from vlmrm.rendering import Renderer
@@ -132,15 +132,8 @@ RATED = {"outputs": {"red": "rating 1-5", "size": "ordinal 1-3"}, "total": {"red
 def ratings(folder, count=12):
     folder.mkdir(parents=True, exist_ok=True)
     images = [square(folder, i) for i in range(count)]
-    rows = [
-        {
-            "prompt": f"Picture {i}",
-            "response_image": name,
-            "red": 1 + 4 * (i % 6 == 0),
-            "size": 1 + i % 3 if i else None,
-        }
-        for i, name in enumerate(images)
-    ]
+    rows = [{"prompt": f"Picture {i}", "response_image": name} for i, name in enumerate(images)]
+    rows = [row | {"red": 1 + 4 * (i % 6 == 0), "size": 1 + i % 3 if i else None} for i, row in enumerate(rows)]
     return write_rows(folder / "rated.jsonl", rows)
 
 
@@ -176,6 +169,12 @@ def test_ratings_become_a_reward_of_each_output(train_here, tmp_path, adapter, c
 def test_an_output_that_no_row_judges_is_refused(train_here, tmp_path):
     with pytest.raises(ConfigError, match="no row of 12 judges the output clear: map its column"):
         train_here(ratings(tmp_path / "data"), outputs=["red=rating 1-5", "clear=rating 1-5"])
+    with pytest.raises(
+        TrainingError, match=r"metric_for_best_model is accuracy, .* choose one of red_error, red_rank"
+    ):
+        keys = {"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5, "load_best_model_at_end": True}
+        keys |= {"metric_for_best_model": "accuracy"}
+        train_here(ratings(tmp_path), outputs=["red=rating 1-5"], eval_dataset_path=ratings(tmp_path), **keys)
 
 
 def test_a_model_keeps_the_outputs_it_was_trained_with(tiny_checkpoint, tmp_path):

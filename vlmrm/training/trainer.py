@@ -298,6 +298,12 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
                 f"the evaluation has no pair with a preference: of {len(dataloader.dataset)} rows {len(rows)} were "
                 f"scored, and why others were not is in *_{DROPPED_ROWS} of {self.args.output_dir}."
             )
+        wanted = (self.args.metric_for_best_model or "").removeprefix("eval_")
+        if of_outputs and wanted and wanted not in figures:
+            names = ", ".join(name for name in figures if not name.endswith(("_ratings", "_pairs")))
+            raise TrainingError(
+                f"metric_for_best_model is {wanted}, which these data do not give: choose one of {names}."
+            )
         if self.args.probe_samples and hasattr(dataloader.dataset, "probe"):
             figures |= dataloader.dataset.figures(scored)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
