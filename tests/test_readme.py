@@ -319,7 +319,8 @@ def test_the_way_leads_to_a_model_that_scores(page, reader, tiny_checkpoint, cap
     irrelevant = {"loss_irrelevant"} if page == "docs/quickstart.md" else set()
     assert {"loss", "eval_accuracy", *irrelevant} <= logged <= documented("docs/training.md")
     columns = swept.csv.read_text().splitlines()[0].split(",")
-    of_interventions = {f"{name}_accuracy" for name in INTERVENTIONS}  # one line of the guide
+    ends = ("", "/low", "/high", "/n")
+    of_interventions = {f"{name}_accuracy{end}" for name in INTERVENTIONS for end in ends}  # two lines of the guide
     assert "blank_image_accuracy" in columns
     assert {*columns} - of_interventions <= documented("docs/evaluation.md")
 
