@@ -115,11 +115,12 @@ class Browser:
             self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def click(self, selector: str) -> None:
-        """Click with the mouse in the middle of an element."""
+        """Click with the mouse in the middle of an element, once the page has drawn what scrolling to it changes."""
+        find = f"document.querySelector({json.dumps(selector)})"
+        self.evaluate(f"{find}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        self.evaluate("new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(() => drawn(1))))")
         x, y = self.evaluate(
-            f"(() => {{ const element = document.querySelector({json.dumps(selector)});"
-            "element.scrollIntoView({block: 'center', behavior: 'instant'});"
-            "const box = element.getBoundingClientRect();"
+            f"(() => {{ const box = {find}.getBoundingClientRect();"
             "return [box.x + box.width / 2, box.y + box.height / 2]; })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
