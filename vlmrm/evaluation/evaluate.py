@@ -183,6 +183,8 @@ def measure(
     if (outputs := run.data_args.named_outputs) != ONE:
         figures["outputs"] = output_figures(outputs, result.comparisons, with_outputs(entry, outputs, result.outputs))
     statistics, frame = Statistics(overall={}, category={}, by={}, audit=[]), None
+    if not len(table.frame):
+        data.results.scores[entry.path] = np.array([score for of_row in result.scores for score in of_row])
 
     def framed() -> pd.DataFrame:
         frame = scored_frame(result, model=entry.model, checkpoint=entry.checkpoint, step=entry.step, table=table)

@@ -37,6 +37,7 @@ class Results:
         self.rows: list[Row] = []
         self.best: Best | None = None
         self.frame: pd.DataFrame | None = None
+        self.scores: dict[str, np.ndarray] = {}  # of all branches, by path, where there are no pairs
         make_folder(csv.parent)
         if not self.json.exists():
             return
@@ -56,6 +57,8 @@ class Results:
 
     def scores_of(self, best: Best) -> np.ndarray:
         """Return the scores of all branches by a checkpoint, each once."""
+        if best["path"] in self.scores:
+            return self.scores[best["path"]]
         assert self.frame is not None, "the best checkpoint has scored pairs"
         return candidates_of(self.frame[_of(self.frame, best)]).scores
 

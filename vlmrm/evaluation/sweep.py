@@ -160,7 +160,7 @@ def conclude(
         data = (
             alone.settings["data"] if alone is not None else digest([it.settings["data"] for it in results.values()])
         )
-        scores = np.concatenate([it.scores_of(best) for it in results.values() if it.frame is not None] or [[]])
+        scores = np.concatenate([it.scores_of(best) for it in results.values()])
         fitted = [row["statistics"]["overall"].get("temperature") for row in rows if row["path"] == best["path"]]
         keep_scale(best["path"], scores, data, next(iter(fitted), None) if alone is not None else None)
     if args.fail_under is not None and (best is None or best["value"] < args.fail_under):
