@@ -150,7 +150,8 @@ class Outputs:
         """Return a comparison with the judgements that the total can be measured by; None where there are none."""
         if self == ONE:
             return comparison
-        kept = tuple(it for it in comparison.judgements if self.each[self.index(it)].weight)
+        counts = [bool(one.weight) and one.kind not in ("correctness", "progress") for one in self.each]
+        kept = tuple(it for it in comparison.judgements if counts[self.index(it)])  # of parts of one answer, none
         judged = {answer for judgement in kept for answer in judgement.answers}
         return replace(comparison, judgements=kept) if len(judged) == len(comparison.answers) > 1 else None
 

@@ -141,26 +141,26 @@ def ratings(folder, count=12):
 def test_ratings_become_a_reward_of_each_output(train_here, tmp_path, adapter, capsys):
     data = ratings(tmp_path / "data")
     words = {key: [f"{name}={value}" for name, value in names.items()] for key, names in RATED.items()}
-    train_here(data, use_peft=adapter, eval_dataset_path=data, eval_strategy="steps", eval_steps=5, **words)
+    words |= {"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5, "load_best_model_at_end": True}
+    train_here(data, use_peft=adapter, eval_dataset_path=data, metric_for_best_model="red_rank", **words)
     history = json.loads(next(tmp_path.glob("out/checkpoint-*/trainer_state.json")).read_text())["log_history"]
     evaluated = next(entry for entry in history if "eval_red_rank" in entry)
     assert evaluated["eval_red_ratings"] == 12 and evaluated["eval_size_ratings"] == 11
-    scorer = load_scorer(tmp_path / "out/final")
+    scorer = load_scorer(tmp_path / "out/best")
     rows = load_comparisons([str(data)], arguments=DataArguments(**RATED))
     talks = [row["comparison"].conversations()[0] for row in rows]
     named, totals = scorer.score_outputs(talks), scorer.score(talks)
     for values, total in zip(named, totals, strict=True):
-        assert 1 <= values["red"] <= 5 and 1 <= values["size"] <= 3
-        assert total == pytest.approx(values["red"] + 0.5 * values["size"], rel=1e-6)
+        assert 1 <= values["size"] <= 3 and total == pytest.approx(values["red"] + 0.5 * values["size"], rel=1e-6)
     images = [str(tmp_path / "data" / square(tmp_path / "data", i)) for i in range(3)]
-    options = {"model_path": str(tmp_path / "out/final"), "output": "size"}
+    options = {"model_path": str(tmp_path / "out/best"), "output": "size"}
     rewards = RewardSet([RewardArguments("size", "vlm_reward", dtype="float32", extra_kwargs=options)])
     total = rewards(prompt=["Picture 0", "Picture 1", "Picture 2"], image=images).total()
     assert total == pytest.approx([it["size"] for it in named[:3]], abs=1e-5)
     with pytest.raises(ConfigError, match=r"no output sise: did you mean size"):
         RewardSet([RewardArguments("size", "vlm_reward", extra_kwargs={**options, "output": "sise"})])
     with pytest.raises(SystemExit, match="0"):
-        cli.app(["score", "--model", "out/final", "--prompt", "Picture 0", "--response-image", images[0], "--json"])
+        cli.app(["score", "--model", "out/best", "--prompt", "Picture 0", "--response-image", images[0], "--json"])
     written = capsys.readouterr().out
     [said] = json.loads(written[written.index("{\n") :])["answers"]
     assert said["outputs"] == pytest.approx(named[0], abs=1e-5)

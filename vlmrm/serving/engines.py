@@ -75,7 +75,8 @@ class ScorerEngine:
             "cache_bytes": cache_bytes,
             "prompts_kept": self.scorer.prompts_kept,
             **({} if self.scorer.outputs == ONE else {"outputs": self.scorer.outputs.described()}),
-            **{name: info.get(name) for name in (*SCALE, "max_pixels", "chat_template_sha256")},
+            **{name: info.get(name) for name in ("max_pixels", "chat_template_sha256")},
+            **{name: info.get(name) if self.output is None else None for name in SCALE},  # which is the total's
         }
 
     def prepare(self, items: Sequence[Item]) -> list[Rendered | RowError]:

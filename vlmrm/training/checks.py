@@ -125,11 +125,12 @@ def check_best(args: RewardTrainingArguments) -> None:
     if args.metric_for_best_model is None or args.eval_strategy == "no":
         return
     from vlmrm.measures.analysis import trl_summary
+    from vlmrm.measures.outputs import OF_OUTPUT
 
     no_pairs = pd.DataFrame({"chosen_score": [], "rejected_score": [], "tie": []})
     metrics = [*trl_summary(no_pairs), *(name for names in LOGGED.values() for name in names if args.probe_samples)]
     metric = args.metric_for_best_model.removeprefix("eval_")
-    if metric not in metrics:
+    if metric not in metrics and not OF_OUTPUT.fullmatch(metric):
         hint = did_you_mean(metric, metrics, f": choose from {', '.join(metrics)}.")
         raise ConfigError(f"metric_for_best_model is {args.metric_for_best_model}, which no evaluation has{hint}")
 

@@ -299,7 +299,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
                 f"scored, and why others were not is in *_{DROPPED_ROWS} of {self.args.output_dir}."
             )
         wanted = (self.args.metric_for_best_model or "").removeprefix("eval_")
-        if of_outputs and wanted and wanted not in figures:
+        if of_outputs and self.args.load_best_model_at_end and wanted and wanted not in figures:
             names = ", ".join(name for name in figures if not name.endswith(("_ratings", "_pairs")))
             raise TrainingError(
                 f"metric_for_best_model is {wanted}, which these data do not give: choose one of {names}."
