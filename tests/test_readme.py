@@ -319,8 +319,7 @@ def test_the_way_leads_to_a_model_that_scores(page, reader, tiny_checkpoint, cap
     irrelevant = {"loss_irrelevant"} if page == "docs/quickstart.md" else set()
     assert {"loss", "eval_accuracy", *irrelevant} <= logged <= documented("docs/training.md")
     columns = swept.csv.read_text().splitlines()[0].split(",")
-    ends = ("", "/low", "/high", "/n")
-    of_interventions = {f"{name}_accuracy{end}" for name in INTERVENTIONS for end in ends}  # two lines of the guide
+    of_interventions = {f"{name}_accuracy{end}" for name in INTERVENTIONS for end in ("", "/low", "/high", "/n")}
     assert "blank_image_accuracy" in columns
     assert {*columns} - of_interventions <= documented("docs/evaluation.md")
 

@@ -17,7 +17,7 @@ from vlmrm.batching import Batch, ComparisonCollator, Part, to_device
 from vlmrm.batching.collator import plain_worker_errors
 from vlmrm.batching.pieces import log_cut
 from vlmrm.errors import RowError, ScoreError, finite_or_error
-from vlmrm.modeling.head import named_numbers, total_of
+from vlmrm.modeling.head import named_numbers
 from vlmrm.outputs import ONE, Outputs
 from vlmrm.rendering import ProcessedMedia, Rendered
 
@@ -126,18 +126,16 @@ class Engine:
         return sorted(rows, key=lambda row: row.index)
 
     def _score_part(self, part: Part) -> list[ScoredRow]:
-        logits = self.scores(part)
-        scores = iter(total_of(self.outputs, logits).tolist())
-        named = iter(named_numbers(self.outputs, logits) if self.outputs != ONE else ())
+        named = iter(named_numbers(self.outputs, self.scores(part)))
         table = part["rows"]
         counts = zip(table["index"].tolist(), table["id"], table["branches"].tolist(), strict=True)
         rows = {}
         for index, row_id, count in counts:
             values = [*islice(named, count)]
-            by_name = {name: [of[name] for of in values] for name in (values[0] if values else ())}
-            rows[index] = ScoredRow(index, row_id, [*islice(scores, count)], outputs=by_name)
+            outputs = {} if self.outputs == ONE else {name: [it[name] for it in values] for name in values[0]}
+            rows[index] = ScoredRow(index, row_id, [*map(self.outputs.total, values)], outputs=outputs)
         for index, name, count in part["altered"]:
-            rows[index].altered[name] = [*islice(scores, count)]
+            rows[index].altered[name] = [*map(self.outputs.total, islice(named, count))]
         return [checked(row) for row in rows.values()]
 
 

@@ -63,7 +63,12 @@ class Output:
     @property
     def rates(self) -> bool:
         """Whether it learns from single answers; else pairs alone say something."""
-        return self.kind not in ("preference", "gaussian")
+        return "preference" not in TAKES[self.kind]
+
+    @property
+    def judged_as(self) -> Any:
+        """The kind of the judgements in a column of its name."""
+        return TAKES[self.kind][-1]
 
     def share(self, value: float) -> float:
         """Return where in the range a value lies, from 0 to 1."""
@@ -150,7 +155,7 @@ class Outputs:
         """Return a comparison with the judgements that the total can be measured by; None where there are none."""
         if self == ONE:
             return comparison
-        counts = [bool(one.weight) and one.kind not in ("correctness", "progress") for one in self.each]
+        counts = [bool(one.weight) and one.judged_as == "rating" for one in self.each]
         kept = tuple(it for it in comparison.judgements if counts[self.index(it)])  # of parts of one answer, none
         judged = {answer for judgement in kept for answer in judgement.answers}
         return replace(comparison, judgements=kept) if len(judged) == len(comparison.answers) > 1 else None
@@ -182,14 +187,15 @@ class Outputs:
             values = cells[output.name]
             values = [*values] if isinstance(values, (list, tuple)) else [values]
             raters = [[value] for value in values] if count == 1 else [values]
-            kind: Any = output.kind if output.kind in ("correctness", "progress") else "rating"
             for of_rater in raters:
                 if len(of_rater) != count:
                     raise RowError(f"`{output.name}` holds {len(of_rater)} values for {count} answers: give each one")
                 answers = [number for number, value in enumerate(of_rater) if value is not None]
                 judged = tuple(of_rater[number] for number in answers)
                 if judged:
-                    yield Judgement(tuple(answers), judged, kind, weight=1 / len(raters), dimension=output.name)
+                    yield Judgement(
+                        tuple(answers), judged, output.judged_as, weight=1 / len(raters), dimension=output.name
+                    )
 
 
 ONE = Outputs()

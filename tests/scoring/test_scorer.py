@@ -155,6 +155,7 @@ def test_a_nonfinite_score_is_an_error(tiny_reward_model):
     ("option", "message"),
     [
         ({"dtype": "int8"}, "dtype is 'int8': choose from auto, bfloat16"),
+        ({"check_sight": "false"}, "check_sight is 'false': write true or false"),
         ({"device": "cuda:99"}, "device is cuda:99, which this machine does not have"),
     ],
 )

@@ -90,10 +90,9 @@ def _read(
         raise RowError(row[MALFORMED], row_id)
     cells = {name: value for name, value in row.items() if value is not None and name != MALFORMED}
     named = outputs.named & cells.keys() if outputs else frozenset()
-    words = {
-        name for name in named if isinstance(cells[name], str)
-    }  # which compare two answers, for the layout to read
-    rated = {name: cells.pop(name) for name in named - words}
+    # Words compare two answers, and the layout reads them too. In order: a set of texts has another in each process.
+    words = sorted(name for name in named if isinstance(cells[name], str))
+    rated = {name: cells.pop(name) for name in named.difference(words)}
     row_id = str(cells.get("id", row_id))
     with with_row_id(row_id):
         layout = detect_layout(cells, layouts)
@@ -108,7 +107,7 @@ def _read(
                 raise RowError(f"{parsed.unjudged}: remove the row, or leave such rows out with bad_rows: skip")
             judgements = () if parsed.unjudged else _judgements(parsed, cells, len(answers))
             if outputs is not None and named:
-                if not words.isdisjoint(VERDICTS):  # the layout's own verdict is one of them
+                if any(name in VERDICTS for name in words):  # the layout's own verdict is one of them
                     judgements = tuple(it for it in judgements if it.dimension is not None)
                 by_name = [
                     *outputs.judgements(rated, len(answers)),

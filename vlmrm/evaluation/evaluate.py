@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -181,7 +181,8 @@ def measure(
     table = data.tables[result.comparisons]
     figures: dict[str, Any] = {"dropped_rows": len(result.dropped)}
     if (outputs := run.data_args.named_outputs) != ONE:
-        figures["outputs"] = output_figures(outputs, result.comparisons, with_outputs(entry, outputs, result.outputs))
+        check_outputs(entry, outputs, result.outputs[0])
+        figures["outputs"] = output_figures(outputs, result.comparisons, result.outputs)
     statistics, frame = Statistics(overall={}, category={}, by={}, audit=[]), None
     if not len(table.frame):
         data.results.scores[entry.path] = np.array([score for of_row in result.scores for score in of_row])
@@ -228,15 +229,11 @@ def measure(
     return {**figures, "statistics": statistics, "provenance": came_from}, frame
 
 
-def with_outputs(
-    entry: Entry, outputs: Outputs, values: Sequence[Mapping[str, Sequence[float]]]
-) -> Sequence[Mapping[str, Sequence[float]]]:
-    """Return the values of each output, once it is sure that the entry answers all of them."""
-    if missing := [name for name in outputs.names if name not in values[0]]:
-        raise CheckpointError(
-            f"{entry.path} has no output {missing[0]}: it answers {', '.join(values[0]) or 'one number'}."
-        )
-    return values
+def check_outputs(entry: Entry, outputs: Outputs, answered: Collection[str]) -> None:
+    """Refuse an entry that does not answer all of the outputs that are measured."""
+    if missing := [name for name in outputs.names if name not in answered]:
+        has = ", ".join(answered) or "one number"
+        raise CheckpointError(f"{entry.path} has no output {missing[0]}: it answers {has}.")
 
 
 def evaluate(

@@ -31,8 +31,8 @@ from vlmrm.formats.verdicts import with_raters
 PROMPTS = ("prompt", "question", "instruction")  # of which the first is read
 ANSWERS = ("response_images", "response_videos", "responses", "completions", "answers", "candidates")
 ONE_ANSWER = (
-    "it has one answer, and a preference needs two: bring the rows of a prompt together as `responses` (or "
-    '`response_images`) with their `scores`, as docs/data.md shows under "I have ratings"'
+    "it has one answer, and a preference needs two: name its ratings as `outputs`, or bring the rows of a prompt "
+    'together as `responses` (or `response_images`) with their `scores`, as docs/data.md shows under "I have ratings"'
 )
 
 

@@ -262,6 +262,6 @@ def write_full(
         provenance=info["provenance"],
         shown=info,
         **{name: info.get(name) for name in FIGURES},
-        **({"outputs": described} if (described := model.outputs.described()) else {}),
+        outputs=model.outputs,
     )
     write_complete(folder, world_size=1, step=step)

@@ -32,6 +32,7 @@ from vlmrm.data.arguments import INPUT_KEYS
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.files import content_digest, content_digests, fsync, write_json
 from vlmrm.libraries import hub_answers, installed_version
+from vlmrm.outputs import ONE, Outputs
 from vlmrm.settings import nearest_file
 
 logger = logging.getLogger("vlmrm")
@@ -220,13 +221,14 @@ def save_reward_files(
     provenance: dict[str, Any],
     shown: Mapping[str, Any] | None = None,
     base_digest: str | None = None,
+    outputs: Outputs = ONE,
     **figures: Any,
 ) -> None:
     """Write the processor and `reward_model.json` beside weights that are already in `folder`.
 
     `head` is `config.reward_head` of the model, `shown` the `DataArguments.input_record` of the training,
-    `base_digest` the `weights_digest` of the base that an adapter was trained on; `figures` are some of `FIGURES`, and
-    `outputs` where the model has others than one preference.
+    `base_digest` the `weights_digest` of the base that an adapter was trained on, `outputs` what the model answers;
+    `figures` are some of `FIGURES`.
     """
     folder = Path(folder)
     processor.save_pretrained(folder)
@@ -236,6 +238,7 @@ def save_reward_files(
         {
             "schema_version": SCHEMA_VERSION,
             "head": head,
+            **({} if outputs == ONE else {"outputs": outputs.described()}),
             "architecture": next(iter(architectures or []), None),
             "chat_template_sha256": template_hash(processor),
             **{name: (shown or {}).get(name) for name in INPUT_KEYS},

@@ -64,6 +64,10 @@ def load_scorer(
         raise ConfigError(f"{model} is no folder: an address begins with http://, and this is none without it.")
     if reward is not None:
         raise ConfigError(f"reward is an option of a service, and {model} is a folder: leave reward out.")
+    switches = {"check_sight": check_sight, "check_files": check_files, "trust_remote_code": trust_remote_code}
+    for name, value in switches.items():
+        if not isinstance(value, bool):  # the text "false" would count as true
+            raise ConfigError(f"{name} is {value!r}: write true or false.")
     if not isinstance(cache_bytes, int) or isinstance(cache_bytes, bool) or cache_bytes < 0:
         raise ConfigError(f"cache_bytes is {cache_bytes!r}: write a number of bytes, or 0 to keep nothing.")
     dtype = parse_dtype(dtype, auto=True)

@@ -58,13 +58,13 @@ class Objective:
         place = places(self.outputs, logits)
         chosen, rejected = place[pairs["chosen"], pairs["output"]], place[pairs["rejected"], pairs["output"]]
         difference = chosen - rejected
-        parts, center = {}, []
+        parts, center, terms = {}, [], self.terms
         columns = split_columns(self.outputs, logits)
         for number, (output, of_output, per) in enumerate(zip(self.outputs, columns, per_output, strict=True)):
             share = (1 - irrelevant) * (pairs["output"] == number) * weight
             # Sums over no pairs are in the graph too: every rank must run its backward.
             fit = self._fit(output, of_output, difference - pairs["margin"], pairs)
-            parts[self.terms[number]] = (share * fit).sum() / per
+            parts[terms[number]] = (share * fit).sum() / per
             if self.center_coefficient is not None:
                 compared = share * pairs["target"].isnan()
                 center.append((compared * (chosen + rejected) ** 2).sum() / per)
@@ -77,8 +77,8 @@ class Objective:
     def _fit(self, output: Output, columns: torch.Tensor, difference: torch.Tensor, pairs: Pairs) -> torch.Tensor:
         """Return the loss of each row of `pairs` as if it judged this output, of `columns` [B, its own]: [N]."""
         if output.kind == "gaussian":
-            both = variance(columns)[pairs["chosen"]] + variance(columns)[pairs["rejected"]]
-            return gaussian(difference, both, pairs["tie"])
+            spread = variance(columns)
+            return gaussian(difference, spread[pairs["chosen"]] + spread[pairs["rejected"]], pairs["tie"])
         fit = PAIR_LOSSES[self.pair_loss](difference, pairs["tie"], self.tie_threshold)
         if not output.rates:
             return fit

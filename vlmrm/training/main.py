@@ -173,7 +173,7 @@ class Run:
             shown=self.data_args.input_record(),
             provenance=provenance(source),
             base_digest=self.base_digest,
-            **({"outputs": described} if (described := self.data_args.named_outputs.described()) else {}),
+            outputs=self.data_args.named_outputs,
         )
         write_json(folder / SETTINGS, self.settings)
 

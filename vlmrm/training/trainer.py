@@ -286,11 +286,11 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
                 raise not_finite(f"a score of the evaluation after step {step} is not finite ({error})", self.args)
         scored = {row.index: row for row in evaluated if row.error is None}
         rows = [row for row in dataloader.dataset if row["index"] in scored]
-        comparisons = [row["comparison"] for row in rows]
-        pairs = scored_pairs(comparisons, [scored[row["index"]].scores for row in rows], self.collator.outputs)
+        comparisons, outputs = [row["comparison"] for row in rows], self.eval_collator.outputs
+        pairs = scored_pairs(comparisons, [scored[row["index"]].scores for row in rows], outputs)
         figures = trl_summary(pairs) if len(pairs) else {}
         of_outputs = {}
-        if (outputs := self.eval_collator.outputs) != ONE:
+        if outputs != ONE:
             of_outputs = output_figures(outputs, comparisons, [scored[row["index"]].outputs for row in rows])
             figures |= {f"{name}_{figure}": it for name, of in of_outputs.items() for figure, it in of.items()}
         if not figures.get("pairs") and not of_outputs:
