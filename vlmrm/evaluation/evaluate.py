@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -25,10 +26,10 @@ from vlmrm.evaluation.results import table_figures
 from vlmrm.evaluation.schema import Provenance, Row, Statistics
 from vlmrm.evaluation.suite import OpenSet
 from vlmrm.logs import progress
-from vlmrm.measures.analysis import analyse, audit
+from vlmrm.measures.analysis import Finding, analyse, audit
 from vlmrm.measures.donors import BLOCKS, Traits, donors_of, is_sampled, traits_of
 from vlmrm.measures.outputs import output_figures
-from vlmrm.measures.pairs import ScoredComparisons, pair_table, scored_frame
+from vlmrm.measures.pairs import PairTable, ScoredComparisons, pair_table, scored_frame
 from vlmrm.modeling import provenance
 from vlmrm.outputs import ONE, Outputs
 
@@ -157,7 +158,7 @@ def measure(
     entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun
 ) -> tuple[dict[str, Any], pd.DataFrame | None]:
     """Return the figures of one open entry on one data set, and the scored pairs, where there are any."""
-    args, processes, definition = run.args, run.processes, data.definition
+    args, processes, definition, outputs = run.args, run.processes, data.definition, run.data_args.named_outputs
     score = partial(
         evaluate,
         scorer,
@@ -173,37 +174,26 @@ def measure(
     if not result.comparisons:
         raise DataError(f"none of the {len(data.dataset)} rows could be scored: the first was {result.dropped[0]}.")
     if result.comparisons not in data.tables:
-        data.tables[result.comparisons] = pair_table(
-            result.comparisons, definition.group_by, definition.cluster_by, run.data_args.named_outputs
-        )
-        if len(data.tables[result.comparisons].frame):
-            say_clusters(data.tables[result.comparisons].frame)
+        table = pair_table(result.comparisons, definition.group_by, definition.cluster_by, outputs)
+        data.tables[result.comparisons] = table
+        say_clusters(table.frame)
     table = data.tables[result.comparisons]
     figures: dict[str, Any] = {"dropped_rows": len(result.dropped)}
-    if (outputs := run.data_args.named_outputs) != ONE:
+    if outputs != ONE:
         check_outputs(entry, outputs, result.outputs[0])
         figures["outputs"] = output_figures(outputs, result.comparisons, result.outputs)
     statistics, frame = Statistics(overall={}, category={}, by={}, audit=[]), None
-    if not len(table.frame):
-        data.results.scores[entry.path] = np.array([score for of_row in result.scores for score in of_row])
-
-    def framed() -> pd.DataFrame:
-        frame = scored_frame(result, model=entry.model, checkpoint=entry.checkpoint, step=entry.step, table=table)
-        add_verdicts(frame, result)
-        return frame
-
     if len(table.frame):
-        frame, budget = framed(), min(args.intervention_sample, len(data.dataset))
-        while sample < budget and any(it.state == "undecided" and not it.reason + it.category for it in audit(frame)):
-            beyond, sample = sample, min(2 * sample, budget)
-            add_interventions(
-                result, score(description=f"{sample} rows under interventions", sample=sample, beyond=beyond)
-            )
-            frame = framed()
+        framed = partial(_framed, result, entry, table)
+        frame, findings = _until_decided(
+            result, framed, score, sample, min(args.intervention_sample, len(data.dataset))
+        )
         if data.leakage is not None:
             frame["by/leaked"] = np.where(frame["comparison_id"].isin(data.leakage.leaked), "yes", "no")
-        statistics = cast(Statistics, analyse(frame))
+        statistics = cast(Statistics, analyse(frame, findings))
         figures = {**table_figures(statistics["overall"]), **figures}
+    else:
+        data.results.scores[entry.path] = np.array([*chain.from_iterable(result.scores)])
     if result.dropped:
         counts = f"{len(result.dropped)} of {len(data.dataset)}"
         logger.warning("%s: %s rows are left out, the first because: %s", entry.path, counts, result.dropped[0])
@@ -227,6 +217,31 @@ def measure(
         **scorer.origin(),
     }
     return {**figures, "statistics": statistics, "provenance": came_from}, frame
+
+
+def _framed(result: ScoredComparisons, entry: Entry, table: PairTable) -> pd.DataFrame:
+    frame = scored_frame(result, model=entry.model, checkpoint=entry.checkpoint, step=entry.step, table=table)
+    add_verdicts(frame, result)
+    return frame
+
+
+def _until_decided(
+    result: ScoredComparisons,
+    framed: Callable[[], pd.DataFrame],
+    score: Callable[..., ScoredComparisons],
+    sample: int,
+    budget: int,
+) -> tuple[pd.DataFrame, list[Finding]]:
+    """Return the pairs and their audit, once all questions about all rows are decided or the sample is the budget."""
+    while True:
+        frame = framed()
+        findings = audit(frame)
+        if sample >= budget or all(it.state != "undecided" or it.reason + it.category for it in findings):
+            return frame, findings
+        beyond, sample = sample, min(2 * sample, budget)
+        add_interventions(
+            result, score(description=f"{sample} rows under interventions", sample=sample, beyond=beyond)
+        )
 
 
 def check_outputs(entry: Entry, outputs: Outputs, answered: Collection[str]) -> None:

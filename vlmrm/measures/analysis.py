@@ -214,10 +214,10 @@ def _has_texts(pairs: PairArrays) -> bool:
     return not np.isnan(pairs.longer).all() or not bool((pairs.sides("pixels") > 0).any())
 
 
-def analyse(frame: pd.DataFrame) -> dict[str, Any]:
+def analyse(frame: pd.DataFrame, findings: Sequence[Finding] | None = None) -> dict[str, Any]:
     """Return `figures` of the scored pairs of one checkpoint: `overall`, by `category`, and for every column by/NAME.
 
-    Rows without a value are in `overall` only. `audit` are the findings of the audit.
+    Rows without a value are in `overall` only. `audit` are the `findings`, by default those of the audit of `frame`.
     """
     check_pairs(frame)
     columns = [name for name in map(str, frame) if name.startswith(GROUP)]
@@ -225,7 +225,7 @@ def analyse(frame: pd.DataFrame) -> dict[str, Any]:
         "overall": figures(frame),
         "category": _by_value(frame, "category") if "category" in frame else {},
         "by": {name.removeprefix(GROUP): _by_value(frame, name) for name in columns},
-        "audit": [_plain(finding) for finding in audit(frame)],
+        "audit": [_plain(finding) for finding in (audit(frame) if findings is None else findings)],
     }
 
 

@@ -105,7 +105,7 @@ def pair_table(
             branches.append((count + row["chosen_branch"], count + row["rejected_branch"]))
         count += len(answers)
     _refuse_unknown([name for name in group_by if name in absent])
-    frame = pd.DataFrame(rows)
+    frame = pd.DataFrame(rows, columns=None if rows else pd.Index([*COLUMNS, "prompt_text"]))
     for name in ("margin_label", "agreement"):
         if name in frame:
             frame[name] = frame[name].astype("float64")
