@@ -90,7 +90,7 @@ class Engine:
     @torch.inference_mode()
     def score_rendered(self, items: Sequence[Rendered | RowError]) -> list[float | RowError]:
         """Return the raw score of each rendered item in order, or its error."""
-        return [item if isinstance(item, RowError) else self.outputs.total(item) for item in self.outputs_of(items)]
+        return [item if isinstance(item, RowError) else self.outputs.number(item) for item in self.outputs_of(items)]
 
     @torch.inference_mode()
     def outputs_of(self, items: Sequence[Rendered | RowError]) -> list[dict[str, float] | RowError]:
@@ -133,9 +133,9 @@ class Engine:
         for index, row_id, count in counts:
             values = [*islice(named, count)]
             outputs = {} if self.outputs == ONE else {name: [it[name] for it in values] for name in values[0]}
-            rows[index] = ScoredRow(index, row_id, [*map(self.outputs.total, values)], outputs=outputs)
+            rows[index] = ScoredRow(index, row_id, [*map(self.outputs.number, values)], outputs=outputs)
         for index, name, count in part["altered"]:
-            rows[index].altered[name] = [*map(self.outputs.total, islice(named, count))]
+            rows[index].altered[name] = [*map(self.outputs.number, islice(named, count))]
         return [checked(row) for row in rows.values()]
 
 

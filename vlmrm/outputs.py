@@ -7,7 +7,7 @@ rating 1-5}`. A judgement trains the output of its dimension, or the first whose
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ TAKES = {
     "progress": ("progress",),  # how much of a task is done, from 0 to 1
 }
 RANGED = ("rating", "ordinal")
+FIGURES = ("accuracy", "rank", "error", "auc", "first_wrong", "order")  # of an output, in logs and tables NAME_FIGURE
 WRITTEN = re.compile(r"(?P<kind>\w+)(?:\s+(?P<low>-?[\d.]+)\s*-\s*(?P<high>-?[\d.]+))?")
 WRITE = "write outputs: {overall: preference, clarity: rating 1-5}"
 
@@ -126,18 +127,23 @@ class Outputs:
         return frozenset() if self == ONE else frozenset(self.names)
 
     @property
+    def figures(self) -> list[str]:
+        """The names of what an evaluation may say of named outputs."""
+        return [f"{name}_{figure}" for name in self.names if name in self.named for figure in FIGURES]
+
+    @property
     def columns(self) -> int:
         return sum(one.columns for one in self.each)
 
-    def checked(self, name: str | None) -> str | None:
-        """Return the name of an output; raise ConfigError for one that there is not."""
+    def checked(self, name: str | None, where: str = "") -> str | None:
+        """Return the name of an output; raise ConfigError, after `where`, for one that there is not."""
         if name is not None and name not in self.names:
-            raise ConfigError(f"the model has no output {name}{did_you_mean(name, self.names)}")
+            raise ConfigError(f"{where}the model has no output {name}{did_you_mean(name, self.names)}")
         return name
 
-    def total(self, values: Mapping[str, float]) -> float:
-        """Return the one number of a model from its values by name: the weighted sum."""
-        return sum(one.weight * values[one.name] for one in self.each)
+    def number(self, values: Mapping[str, float], output: str | None = None) -> float:
+        """Return the one number of a model from its values by name: that of an `output`, or the weighted sum."""
+        return sum(one.weight * values[one.name] for one in self.each) if output is None else values[output]
 
     def index(self, judgement: Judgement) -> int:
         """Return the number of the output that a judgement trains; raise RowError for one that trains none."""
@@ -182,9 +188,8 @@ class Outputs:
         A column has a number for each answer; with one answer a number, or a list of those of several raters.
         """
         for output in self.each:
-            if output.name not in self.named or cells.get(output.name) is None:
+            if output.name not in self.named or (values := cells.get(output.name)) is None:
                 continue
-            values = cells[output.name]
             values = [*values] if isinstance(values, (list, tuple)) else [values]
             raters = [[value] for value in values] if count == 1 else [values]
             for of_rater in raters:
@@ -199,9 +204,3 @@ class Outputs:
 
 
 ONE = Outputs()
-
-
-def check_names(outputs: Iterable[str], columns: Iterable[str]) -> None:
-    """Refuse outputs that are called like a column with a meaning of its own."""
-    if both := sorted({*outputs} & {*columns}):
-        raise ConfigError(f"an output is called {both[0]}, which is a column of docs/data.md: give it another name.")

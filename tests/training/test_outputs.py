@@ -197,7 +197,7 @@ def test_a_model_keeps_the_outputs_it_was_trained_with(tiny_checkpoint, tmp_path
         ({"clarity": "stars 1-5"}, None, "write preference, gaussian"),
         ({"clarity": "rating 5-1"}, None, "from low to high"),
         ({"clarity": "ordinal 0.5-2"}, None, "whole numbers"),
-        ({"prompt": "preference"}, None, "a column of docs/data.md"),
+        ({"prompt": "preference"}, None, "called prompt, a column of docs/data.md"),
         ({"clarity": "rating 1-5"}, {"clairty": 1}, "clairty, which is no output"),
         (None, {"clarity": 1}, "there is only one"),
         ({"clarity": "rating 1-5"}, {"clarity": "much"}, "what is no number"),

@@ -148,7 +148,7 @@ def _score_answers(
     if (outputs := getattr(scorer, "outputs", ONE)) != ONE:
         [group] = conversations_of([(prompt, answers)])
         rows = zip(names, all_scores(local.score_outputs(group)), strict=True)
-        return [{"answer": n, "score": outputs.total(it), "outputs": it, "digest": scorer.digest} for n, it in rows]
+        return [{"answer": n, "score": outputs.number(it), "outputs": it, "digest": scorer.digest} for n, it in rows]
     try:
         [scores] = scorer.score_groups([(prompt, answers)])
     except ConfigError as error:

@@ -11,7 +11,7 @@ from typing import Any, Self, cast
 from vlmrm.data.columns import Columns, parse_columns, parse_names, read_columns
 from vlmrm.errors import ConfigError
 from vlmrm.formats.verdicts import FIGURES
-from vlmrm.outputs import Outputs, check_names
+from vlmrm.outputs import Outputs
 from vlmrm.settings import check_least, key
 
 logger = logging.getLogger("vlmrm")
@@ -140,7 +140,8 @@ class DataArguments:
     def __post_init__(self):
         self.outputs, self.total = (parse_names(key, getattr(self, key)) for key in ("outputs", "total"))
         names = self.named_outputs.named
-        check_names(names, read_columns() - FIGURES)
+        if both := sorted(names & (read_columns() - FIGURES)):
+            raise ConfigError(f"an output is called {both[0]}, a column of docs/data.md: give it another name.")
         self.columns = parse_columns(self.columns, names)
         # YAML users write one path as a plain string.
         for name in ("dataset_path", "eval_dataset_path", "path_rewrites"):

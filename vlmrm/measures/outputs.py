@@ -9,9 +9,9 @@ import numpy as np
 from scipy.stats import rankdata
 
 from vlmrm.conversation import Comparison, Judgement, agreed_pairs
-from vlmrm.outputs import Output, Outputs
+from vlmrm.outputs import FIGURES, Output, Outputs
 
-OF_OUTPUT = re.compile(r".+_(accuracy|rank|error|auc|first_wrong|order)")  # a figure as tables and logs name it
+OF_OUTPUT = re.compile(f".+_({'|'.join(FIGURES)})")
 RIGHT = 0.5  # from which on a step is right
 
 

@@ -96,7 +96,7 @@ class ScorerEngine:
     def _outcome(self, values: dict[str, float] | RowError) -> WireOutcome:
         if isinstance(values, RowError):
             return {"error": values.reason}
-        score = self.scorer.outputs.total(values) if self.output is None else values[self.output]
+        score = self.scorer.outputs.number(values, self.output)
         return {"score": score} if self.scorer.outputs == ONE else {"score": score, "extra": {"outputs": values}}
 
     def sleep(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import signal
 import threading
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from transformers import ProgressCallback, TrainerCallback
 
 from vlmrm.errors import TrainingError
 from vlmrm.logs import Pace
+from vlmrm.outputs import Outputs
 from vlmrm.training.folder import any_rank
 
 logger = logging.getLogger("vlmrm")
@@ -23,7 +23,6 @@ CURVES = "curves.png"
 LEAST_LINES, LEAST_EVALUATIONS = 10, 2
 # What a terminal shows of a line of figures, so that it stays one line; the log file and the trackers have all of it.
 SHOWN = ("loss", "accuracy", "eval_loss", "eval_accuracy", "train_loss", "train_runtime")
-OF_OUTPUT = re.compile(r"eval_.+_(rank|auc|order|accuracy)")
 PATIENCE = 1000  # rows from the start without one to train on, before a run is given up
 LARGE_SHARE = 0.1
 # By intervention, the names of the logged figures, and those of the metrics that they are.
@@ -43,7 +42,8 @@ class Bar(ProgressCallback):
 class FiguresCallback(TrainerCallback):
     """Logs each line of figures with the step, the share done and the time left."""
 
-    def __init__(self) -> None:
+    def __init__(self, outputs: Outputs) -> None:
+        self._shown = {*SHOWN, *(f"eval_{name}" for name in outputs.figures)}
         self._training: Pace | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -53,7 +53,7 @@ class FiguresCallback(TrainerCallback):
         if state.is_world_process_zero and logs:
             position = self._training.position(state.global_step) if self._training else f"step {state.global_step}"
             figures = {name: value for name, value in logs.items() if name not in ("total_flos", "step")}
-            shown = {name: it for name, it in figures.items() if name in SHOWN or OF_OUTPUT.fullmatch(name)} or figures
+            shown = {name: value for name, value in figures.items() if name in self._shown} or figures
             of_all, of_shown = (", ".join(map(_figure, them.items())) for them in (figures, shown))
             step = f"step {position.removeprefix('step ')}"
             logger.info("%s: %s", step, of_all, extra={"in_terminal": f"{step}: {of_shown}"})

@@ -19,6 +19,7 @@ from vlmrm.errors import ConfigError, TrainingError, first_line
 from vlmrm.files import size_text
 from vlmrm.libraries import missing
 from vlmrm.modeling.manifest import BEST, FINAL, TRAINING_LOCK, find_checkpoints
+from vlmrm.outputs import Outputs
 from vlmrm.settings import did_you_mean
 from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
 from vlmrm.training.callbacks import LOGGED
@@ -71,7 +72,7 @@ def check_required(run: RunArguments) -> Iterator[str]:
         raise ConfigError("max_steps is missing: a stream has no end, so say how many steps to train.")
     if args.eval_strategy != "no" and not (data.eval_dataset_path or data.eval_fraction):
         raise ConfigError(f"eval_strategy is {args.eval_strategy.value}: give eval_dataset_path or eval_fraction.")
-    check_best(args)
+    check_best(args, data.named_outputs)
     for name in args.report_to:
         if name not in get_available_reporting_integrations():
             if name in ("tensorboard", "trackio", "wandb"):
@@ -120,17 +121,17 @@ def check_engine(run: RunArguments) -> None:
                 )
 
 
-def check_best(args: RewardTrainingArguments) -> None:
+def check_best(args: RewardTrainingArguments, outputs: Outputs) -> None:
     """Refuse a metric that no evaluation has: HF would fail after the first evaluation, with all steps lost."""
     if args.metric_for_best_model is None or args.eval_strategy == "no":
         return
     from vlmrm.measures.analysis import trl_summary
-    from vlmrm.measures.outputs import OF_OUTPUT
 
     no_pairs = pd.DataFrame({"chosen_score": [], "rejected_score": [], "tie": []})
-    metrics = [*trl_summary(no_pairs), *(name for names in LOGGED.values() for name in names if args.probe_samples)]
+    metrics = [*trl_summary(no_pairs), *outputs.figures]
+    metrics += [name for names in LOGGED.values() for name in names] if args.probe_samples else []
     metric = args.metric_for_best_model.removeprefix("eval_")
-    if metric not in metrics and not OF_OUTPUT.fullmatch(metric):
+    if metric not in metrics:
         hint = did_you_mean(metric, metrics, f": choose from {', '.join(metrics)}.")
         raise ConfigError(f"metric_for_best_model is {args.metric_for_best_model}, which no evaluation has{hint}")
 

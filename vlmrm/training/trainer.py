@@ -96,7 +96,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         self.remove_callback(PrinterCallback)
         if self.pop_callback(ProgressCallback) is not None and sys.stderr.isatty():
             self.add_callback(Bar())
-        self.add_callback(FiguresCallback())
+        self.add_callback(FiguresCallback(collator.outputs))
         self.add_callback(CurvesCallback())
         self.reward_model = model  # without the adapters around it
         if self.is_fsdp_enabled:

@@ -148,6 +148,7 @@ class _TrainedReward(BaseRewardModel):
                 raise ConfigError(f"{where}: transform is {name}, which needs a checkpoint's folder.")
             self.transform = transform_named(name)
             self.loaded = _ServedModel(config, model) if isinstance(model, str) else _SharedModel(model)
+            self.outputs.checked(self.output, f"{where}: ")
             return
         if self.output is not None and name in SCALED:
             raise ConfigError(f"{where}: transform is {name}, whose scale is of the model's total: leave output out.")
@@ -159,10 +160,7 @@ class _TrainedReward(BaseRewardModel):
         options |= {"dtype": str(self.dtype).removeprefix("torch."), "device": str(self.device)}
         self.loaded = shared(_SharedModel, model, *sorted(options.items()))
         self.model = self.loaded.scorer.model
-        try:
-            self.loaded.scorer.outputs.checked(self.output)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+        self.outputs.checked(self.output, f"{where}: ")
 
     # Without **kwargs, so that no other columns are gathered from other ranks.
     def __call__(  # ty: ignore[incompatible-method-override]
@@ -191,7 +189,7 @@ class _TrainedReward(BaseRewardModel):
         named: dict[int, dict[str, float]] = {}
         for index, score in zip(conversations, outcomes, strict=True):
             if isinstance(score, dict):
-                named[index], score = score, self._number(score)
+                named[index], score = score, self.outputs.number(score, self.output)
             if not isinstance(score, RowError):
                 score = finite_or_error(score)  # a user's own scorer may return NaN
             if isinstance(score, RowError):
@@ -203,15 +201,16 @@ class _TrainedReward(BaseRewardModel):
             verdicts[index] = Verdict(reward, {"score": score, **outputs})
         return RewardModelOutput.of(verdicts)
 
+    @property
+    def outputs(self) -> Outputs:
+        """What the model answers; of a service, and of a user's own scorer, one number."""
+        return getattr(getattr(self.loaded, "scorer", None), "outputs", ONE)
+
     def _score_each(self, conversations: Sequence[Conversation]) -> list[Any]:
         """Return the score of each conversation, of a model of several outputs all of them by name, or its error."""
-        if getattr(getattr(self.loaded, "scorer", None), "outputs", ONE) == ONE:
+        if self.outputs == ONE:
             return self.loaded.score_each(conversations)
         return cast(_SharedModel, self.loaded).score_outputs(conversations)
-
-    def _number(self, values: dict[str, float]) -> float:
-        outputs: Outputs = cast(_SharedModel, self.loaded).scorer.outputs
-        return outputs.total(values) if self.output is None else values[self.output]
 
 
 class VlmReward(_TrainedReward, PointwiseRewardModel):
