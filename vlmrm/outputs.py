@@ -52,7 +52,7 @@ class Output:
         low, high = (float(match["low"]), float(match["high"])) if match["low"] is not None else (0.0, 1.0)
         if low >= high or (kind == "ordinal" and not (low.is_integer() and high.is_integer())):
             raise ConfigError(
-                f"the output {name} is {text!r}: give a range from low to high, of an ordinal whole numbers."
+                f"the output {name} is {text!r}: write it from low to high, an ordinal in whole numbers."
             )
         return cls(name, kind, low, high, weight)
 
@@ -195,12 +195,10 @@ class Outputs:
             for of_rater in raters:
                 if len(of_rater) != count:
                     raise RowError(f"`{output.name}` holds {len(of_rater)} values for {count} answers: give each one")
-                answers = [number for number, value in enumerate(of_rater) if value is not None]
+                answers = tuple(number for number, value in enumerate(of_rater) if value is not None)
                 judged = tuple(of_rater[number] for number in answers)
                 if judged:
-                    yield Judgement(
-                        tuple(answers), judged, output.judged_as, weight=1 / len(raters), dimension=output.name
-                    )
+                    yield Judgement(answers, judged, output.judged_as, weight=1 / len(raters), dimension=output.name)
 
 
 ONE = Outputs()

@@ -34,6 +34,7 @@ def test_more_is_better_or_less_is():
     assert names(Criterion().ranked(rows)) == ["2", "3", "1"]
     assert names(Criterion("loss").ranked(rows)) == names(Criterion("ece").ranked(rows)) == ["1", "3", "2"]
     assert names(Criterion("accuracy/hard").ranked(rows)) == ["2", "3", "1"]
+    assert Criterion("accuracy/spelling_error").higher_is_better and not Criterion("red_error").higher_is_better
     best = Criterion("loss").best(rows)
     assert best is not None and (best["path"], best["value"]) == ("run/checkpoint-1", 0.5)
     scored = [each | {"benchmark": {"macro": value}} for each, value in zip(rows, (0.3, 0.1, 0.2), strict=True)]
@@ -84,6 +85,7 @@ def test_an_unknown_standard_error_chooses_nothing():
     [
         ({"metric_for_best": "acuracy"}, "acuracy, .* choose .*preference_accuracy"),
         ({"metric_for_best": "temperature"}, "temperature"),
+        ({"metric_for_best": "blank_image_accuracy"}, "no checkpoint is better"),
         ({"metric_for_best": "benchmark/macro"}, "needs a benchmark"),
         ({"metric_for_best": "image_reliance", "interventions": "none"}, "needs blank_image"),
         ({"metric_for_best": "loss", "fail_under": 0.5}, "loss"),

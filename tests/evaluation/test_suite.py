@@ -59,9 +59,8 @@ def test_each_set_has_results_of_its_own_sweep(here, monkeypatch):
     assert of_set["settings"]["data"] == load_results("alone.json")["settings"]["data"]
     for row, lone in zip(result.sets["other"].rows, alone.rows, strict=True):
         assert json.dumps(row["statistics"]) == json.dumps(lone["statistics"])
-    pd.testing.assert_frame_equal(
-        pd.read_parquet("out/all/other.scores.parquet"), pd.read_parquet("alone.scores.parquet")
-    )
+    scores = [pd.read_parquet(it) for it in ("out/all/other.scores.parquet", "alone.scores.parquet")]
+    pd.testing.assert_frame_equal(*scores)
     table = pd.read_csv("out/all.csv").set_index("checkpoint")
     assert table.loc["length", ["short", "other"]].tolist() == [0, 1]
     assert table.loc["brevity", ["short", "other"]].tolist() == [1, 0]
@@ -88,7 +87,8 @@ def test_the_best_is_by_mean_or_named_set(here):
         assert "best by long:preference accuracy" in page
     with pytest.raises(BelowThreshold, match=r"has 0\.6667"):
         run(**sets, fail_under=0.9)
-    for metric, said in (("lang:preference_accuracy", "did you mean long"), ("accuracy/plain", "on short")):
+    wrong = (("lang:preference_accuracy", "mean long"), ("accuracy/plain", "on short"), ("hue_rank", "no evaluation"))
+    for metric, said in wrong:
         with pytest.raises(ConfigError, match=said):
             run(**sets, metric_for_best=metric)
 

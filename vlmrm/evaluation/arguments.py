@@ -146,9 +146,7 @@ class EvaluationArguments(ComputeArguments):
             )
         for name in ("watch", "one_standard_error"):
             if self.scorer and getattr(self, name):
-                raise ConfigError(
-                    f"{name} is about the checkpoints of a training, and scorer names others: remove one."
-                )
+                raise ConfigError(f"{name} is about checkpoints of a training, and scorer names others: remove one.")
         check_least(self, 1, "intervention_sample", "eval_batch_size")
         if not self.output_file.endswith(".csv"):
             raise ConfigError(f"output_file is {self.output_file}: it must end in .csv (the .json goes beside it).")

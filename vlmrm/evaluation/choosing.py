@@ -15,8 +15,8 @@ from vlmrm.evaluation.schema import Best, Row
 from vlmrm.measures.analysis import metric as figure_of
 from vlmrm.measures.intervals import Estimate, Figure, numbered, spread, with_ends
 from vlmrm.measures.metrics import METRICS
-from vlmrm.measures.outputs import OF_OUTPUT
 from vlmrm.measures.pairs import PairArrays
+from vlmrm.outputs import FIGURES
 
 CATEGORY, BENCHMARK = "accuracy/", "benchmark/"
 MEAN = "mean "  # begins the name of a figure that is the mean of several sets
@@ -50,13 +50,19 @@ class Criterion:
     sets: tuple[str, ...] = ()
 
     def __post_init__(self):
-        named = self.metric.startswith((CATEGORY, BENCHMARK)) or OF_OUTPUT.fullmatch(self.metric)
+        named = self.metric.startswith((CATEGORY, BENCHMARK)) or self.of_output
         choosable = [metric.name for metric in METRICS.values() if metric.better]  # each has a standard error
         if not named and self.metric not in choosable:
             raise ConfigError(
                 f"metric_for_best is {self.metric}, by which no checkpoint is better than another: choose "
                 f"accuracy/CATEGORY, benchmark/NAME, {', '.join(sorted(choosable))}."
             )
+
+    @property
+    def of_output(self) -> bool:
+        """Whether it reads as one of the `FIGURES` of an output."""
+        ends = self.metric.endswith(tuple(f"_{it}" for it in FIGURES))
+        return ends and self.metric not in METRICS and not self.metric.startswith((CATEGORY, BENCHMARK))
 
     @property
     def label(self) -> str:
@@ -69,7 +75,7 @@ class Criterion:
     def higher_is_better(self) -> bool:
         if self.metric in METRICS:
             return METRICS[self.metric].better == "higher"
-        return not self.metric.endswith("_error")
+        return not (self.of_output and self.metric.endswith("_error"))
 
     def ranked(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows that have the figure, the best first; of equal ones the one with fewer steps.

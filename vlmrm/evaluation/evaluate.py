@@ -185,9 +185,8 @@ def measure(
     statistics, frame = Statistics(overall={}, category={}, by={}, audit=[]), None
     if len(table.frame):
         framed = partial(_framed, result, entry, table)
-        frame, findings = _until_decided(
-            result, framed, score, sample, min(args.intervention_sample, len(data.dataset))
-        )
+        budget = min(args.intervention_sample, len(data.dataset))
+        frame, findings = _until_decided(result, framed, score, sample, budget)
         if data.leakage is not None:
             frame["by/leaked"] = np.where(frame["comparison_id"].isin(data.leakage.leaked), "yes", "no")
         statistics = cast(Statistics, analyse(frame, findings))
@@ -239,9 +238,8 @@ def _until_decided(
         if sample >= budget or all(it.state != "undecided" or it.reason + it.category for it in findings):
             return frame, findings
         beyond, sample = sample, min(2 * sample, budget)
-        add_interventions(
-            result, score(description=f"{sample} rows under interventions", sample=sample, beyond=beyond)
-        )
+        more = score(description=f"{sample} rows under interventions", sample=sample, beyond=beyond)
+        add_interventions(result, more)
 
 
 def check_outputs(entry: Entry, outputs: Outputs, answered: Collection[str]) -> None:

@@ -31,7 +31,9 @@ from vlmrm.evaluation.public import Benchmark, benchmark, load_benchmark
 from vlmrm.evaluation.results import Results
 from vlmrm.evaluation.schema import Best, Row
 from vlmrm.measures.donors import WHOLE
+from vlmrm.measures.metrics import METRICS
 from vlmrm.measures.pairs import PairTable, check_columns
+from vlmrm.outputs import Outputs
 from vlmrm.settings import Strict, did_you_mean, load_file, validate
 
 SUITES: Mapping[str, tuple[str, ...]] = {
@@ -149,7 +151,7 @@ def evaluation_sets(args: EvaluationArguments, data_args: DataArguments) -> list
                 "dataset_path is missing: give the preferences to evaluate on, or a benchmark or a suite by name."
             )
         check_set_keys(data_args, args.train_data, is_benchmark=public is not None)
-        _check_metric(args.metric_for_best, [])
+        _check_metric(args.metric_for_best, [], data_args.named_outputs)
         return [EvaluationSet(None, public, data_args, tuple(args.group_by), csv, args.cluster_by)]
     definitions = (
         [(f"suite {args.suite}", name, keys) for name, keys in read_suite(args.suite).items()] if args.suite else []
@@ -162,7 +164,7 @@ def evaluation_sets(args: EvaluationArguments, data_args: DataArguments) -> list
     names = [name for _, name, _ in definitions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two sets are called {twice}: give one another name, as --data NAME=PATH or in a suite.")
-    _check_metric(args.metric_for_best, names)
+    _check_metric(args.metric_for_best, names, data_args.named_outputs)
     if all(keys.benchmark for _, _, keys in definitions):
         check_set_keys(replace(data_args, dataset_path=[]), args.train_data, is_benchmark=True)
     copies, unset, sets = Path(next(iter(data_args.dataset_path), "")), DataArguments(), []
@@ -226,9 +228,12 @@ def _read_set(path: Path, name: str, keys: Any) -> SetKeys:
     return read
 
 
-def _check_metric(metric: str, names: Sequence[str]) -> None:
-    """Refuse a metric of a set that is not evaluated."""
-    name = split_metric(metric)[0]
+def _check_metric(metric: str, names: Sequence[str], outputs: Outputs) -> None:
+    """Refuse a metric of a set that is not evaluated, or of an output that is not measured."""
+    name, figure = split_metric(metric)
+    if Criterion(figure).of_output and figure not in outputs.figures:
+        hint = did_you_mean(figure, [*METRICS, *outputs.figures], ": name the outputs in the key outputs.")
+        raise ConfigError(f"metric_for_best is {metric}, which no evaluation has{hint}")
     if name is not None and name not in names:
         there_are = f" (there are {', '.join(names)})." if names else ", as there is only one set."
         hint = did_you_mean(name, names, there_are)

@@ -55,9 +55,7 @@ def read_pair(row: Row, sides: tuple[str, str], prompts: Sequence[str]) -> Parse
         raise RowError(f"one of {names} is a whole conversation, the other an answer: write both alike")
     # A prompt beside whole conversations usually repeats their beginning; a different one would be lost.
     if implicit and isinstance(prompt, str) and prompt.strip() not in text_of(first):
-        raise RowError(
-            f"`{sides[0]}` is a whole conversation without the row's `{column}` in it: leave one of them out"
-        )
+        raise RowError(f"`{sides[0]}` is a whole conversation without the row's `{column}` in it: leave one out")
     before = () if implicit else question_turns(row, prompt)
     conversations = [with_media(row, (*before, *answer)) for answer in (first, second)]
     shared = common_turns(*conversations) if implicit else len(before)

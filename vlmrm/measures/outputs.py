@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from scipy.stats import rankdata
 
 from vlmrm.conversation import Comparison, Judgement, agreed_pairs
-from vlmrm.outputs import FIGURES, Output, Outputs
+from vlmrm.outputs import Output, Outputs
 
-OF_OUTPUT = re.compile(f".+_({'|'.join(FIGURES)})")
 RIGHT = 0.5  # from which on a step is right
 
 

@@ -115,9 +115,7 @@ class ScoreRequest(PoolingOptions):
         prompts = self._column("text_1", "queries", "data_1")
         answers = self._column("text_2", "documents", "items", "data_2")
         if len(prompts) not in (1, len(answers)):
-            raise ValueError(
-                f"there are {len(prompts)} prompts and {len(answers)} answers: give one prompt, or as many"
-            )
+            raise ValueError(f"there are {len(prompts)} prompts and {len(answers)} answers: give one, or as many")
         return list(zip(prompts * (len(answers) if len(prompts) == 1 else 1), answers, strict=True))
 
     def _column(self, *names: str) -> list[Content]:
