@@ -15,7 +15,7 @@ from cyclopts import App, Parameter
 import vlmrm
 from vlmrm.commands import epilogue, give_examples
 from vlmrm.commands.data import check_data, convert
-from vlmrm.commands.evaluation import Words, card, evaluate, leaderboard, leakage, report, rulers
+from vlmrm.commands.evaluation import Words, card, distil, evaluate, leaderboard, leakage, report, rulers
 from vlmrm.commands.score import score
 from vlmrm.commands.serve import app as serving
 from vlmrm.config import answered
@@ -42,6 +42,7 @@ EXAMPLES_OF_VERBS = (
     "leaderboard results/all results/yesterday.csv --output outputs/leaderboard",
     "card outputs/mine/checkpoint-500 results/mine.csv --data me/my_pairs",
     "leakage --train my_pairs.jsonl --eval my_test.jsonl",
+    "distil --from judge:Qwen3-VL-32B@http://localhost:8000/v1 --data my_answers.jsonl --output judged.jsonl",
     "rulers my_pairs.jsonl",
     "rulers --benchmark rewardbench",
     "merge outputs/lora/final outputs/merged",
@@ -79,6 +80,7 @@ app.command(report)
 app.command(leaderboard)
 app.command(card)
 app.command(leakage)
+app.command(distil)
 app.command(rulers)
 app.command(evaluate, name="eval", help_flags=[])
 

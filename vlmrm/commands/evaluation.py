@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from vlmrm.config import answered
 from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.libraries import needs
-from vlmrm.logs import counted, say
+from vlmrm.logs import counted, say, start_log
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -114,6 +114,45 @@ def card(model: Path, results: Path, *, data: str) -> None:
     from vlmrm.evaluation.report import write_card
 
     say(f"the model card is {write_card(model, results, data=data)}")
+
+
+@needs("train", "distilling")
+def distil(
+    *,
+    scorers: Annotated[list[str], Parameter(name="--from", consume_multiple=True)],
+    data: Annotated[list[str], Parameter(consume_multiple=True)],
+    output: Path,
+    split: str = "train",
+    image_root: str | None = None,
+    columns: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    limit: int | None = None,
+    batch_rows: int = 8,
+) -> None:
+    """Have judges, rewards or checkpoints judge answers, and write what they say as data to train on.
+
+    Args:
+        scorers: Who judges: what the key scorer of vlmrm eval takes; several are raters of the same answers.
+        data: Files, folders, patterns or hub ids of answers; judgements in them are left out.
+        output: The new file, .jsonl; the answers so far go beside it, and a later run goes on from them.
+        split: Split of hub data sets and save_to_disk folders.
+        image_root: Folder of relative image paths. Default: the folder of the file that names them.
+        columns: Columns that have other names in the data, as NAME=COLUMN (images=file_name prompt=query).
+        limit: Take only the first rows, to see the time and the tokens that they cost.
+        batch_rows: Rows that a scorer is asked about at a time.
+    """
+    from vlmrm.data.arguments import DataArguments
+    from vlmrm.data.columns import parse_columns
+    from vlmrm.evaluation.distil import distil
+
+    start_log("distil")
+    reading = DataArguments(image_root=image_root, columns=parse_columns(columns), bad_rows="skip")
+    made = distil(scorers, data, output, reading=reading, split=split, limit=limit, batch_rows=batch_rows)
+    doubt = "" if made.disagreement is None else f"; {made.disagreement:.1%} of verdicts differ from the most common"
+    say(f"wrote {counted(made.rows, 'row')} to {output}{doubt}")
+    if made.failures:
+        reason, count = made.failures.most_common(1)[0]
+        total = counted(made.failures.total(), "answer")
+        raise DataError(f"{total} missing, {count} as {reason}; run again to ask for these alone.")
 
 
 @needs("train", "reading data sets")
