@@ -194,7 +194,6 @@ def import_(
     output: Path,
     layout: str | None = None,
     base: str | None = None,
-    output_name: str | None = None,
     template: Path | None = None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
@@ -208,8 +207,8 @@ def import_(
         output: Folder of the imported model.
         layout: Layout of its head. Default: by its names.
         base: Model that an adapter was trained on, or whose configuration and processor a bare weight file needs.
-        output_name: Which of several outputs.
-        template: Text file of its authors' instruction, where the layout has one.
+        template: Text file of its authors' instruction, where the layout has one; of several, `{output}` in its name
+            stands for that of the output.
         min_pixels: Least area of an image. Default: the authors'.
         max_pixels: Greatest area of an image. Default: the authors'.
         revision: Branch, tag or commit of a hub model.
@@ -219,7 +218,7 @@ def import_(
     from vlmrm.modeling import import_reward
 
     made = import_reward(source, output, **options)
-    say(f"imported {source} into {output}: {made.layout}, output {made.output_name}")
+    say(f"imported {source} into {output}: {made.layout}, {', '.join(made.outputs.names)}")
 
 
 @rewards.command

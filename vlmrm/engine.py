@@ -19,7 +19,7 @@ from vlmrm.batching.pieces import log_cut
 from vlmrm.errors import RowError, ScoreError, finite_or_error
 from vlmrm.modeling.head import named_numbers
 from vlmrm.outputs import ONE, Outputs
-from vlmrm.rendering import ProcessedMedia, Rendered
+from vlmrm.rendering import ProcessedMedia, Rendered, branches_of
 
 if TYPE_CHECKING:
     from vlmrm.batching.caches import PrefixCache
@@ -68,6 +68,7 @@ class Engine:
         return logits[torch.tensor([n for part in parts for n in part]).argsort().to(logits.device)]
 
     def _logits_of(self, part: list[Rendered]) -> torch.Tensor:
+        part = branches_of(part)
         if self.prefixes is None or torch.is_grad_enabled():
             return self.forward(self.collator.batcher(part))
         inputs = self.prefixes.inputs(part)

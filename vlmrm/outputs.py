@@ -26,19 +26,24 @@ TAKES = {
 }
 RANGED = ("rating", "ordinal")
 FIGURES = ("accuracy", "rank", "error", "auc", "first_wrong", "order")  # of an output, in logs and tables NAME_FIGURE
-WRITTEN = re.compile(r"(?P<kind>\w+)(?:\s+(?P<low>-?[\d.]+)\s*-\s*(?P<high>-?[\d.]+))?")
+WRITTEN = re.compile(r"(?P<kind>\w+)(?:\s+(?P<low>-?[\d.]+)\s*-\s*(?P<high>-?[\d.]+))?(?P<apart>\s+apart)?")
 WRITE = "write outputs: {overall: preference, clarity: rating 1-5}"
 
 
 @dataclass(frozen=True)
 class Output:
-    """One number of a reward model: its name, its kind (one of `TAKES`), its range, and its weight in the total."""
+    """One number of a reward model: its name, its kind (one of `TAKES`), its range, and its weight in the total.
+
+    One that is `apart` is read at the end of a branch of its own: the conversation as the chat template writes it
+    where the variable `output` is its name.
+    """
 
     name: str = "score"
     kind: str = "preference"
     low: float = 0.0
     high: float = 1.0
     weight: float = 1.0
+    apart: bool = False
 
     @classmethod
     def parse(cls, name: str, text: str, weight: float = 1.0) -> Output:
@@ -54,7 +59,12 @@ class Output:
             raise ConfigError(
                 f"the output {name} is {text!r}: write it from low to high, an ordinal in whole numbers."
             )
-        return cls(name, kind, low, high, weight)
+        return cls(name, kind, low, high, weight, match["apart"] is not None)
+
+    @property
+    def branch(self) -> str | None:
+        """What the chat template is told to write the branch that it is read at: its name, or nothing."""
+        return self.name if self.apart else None
 
     @property
     def columns(self) -> int:
@@ -78,7 +88,8 @@ class Output:
         return (value - self.low) / (self.high - self.low)
 
     def written(self) -> str:
-        return self.kind + (f" {self.low:g}-{self.high:g}" if self.kind in RANGED else "")
+        ranged = f" {self.low:g}-{self.high:g}" if self.kind in RANGED else ""
+        return self.kind + ranged + (" apart" if self.apart else "")
 
 
 @dataclass(frozen=True)
@@ -120,6 +131,11 @@ class Outputs:
     @property
     def names(self) -> list[str]:
         return [one.name for one in self.each]
+
+    @property
+    def branches(self) -> list[str | None]:
+        """The branches that a conversation is read in, by `Output.branch`: one, unless outputs are apart."""
+        return list(dict.fromkeys(one.branch for one in self.each))
 
     @property
     def named(self) -> frozenset[str]:

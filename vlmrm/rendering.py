@@ -15,7 +15,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -82,9 +82,24 @@ class Rendered:
     type_ids: list[int]
     media: tuple[ProcessedMedia, ...] = ()
     prompt: int = 0  # the number of tokens before the answer; 0 where nobody asked
+    others: tuple[Rendered, ...] = ()  # the conversation in the model's further branches
 
     def __len__(self) -> int:
-        return len(self.input_ids)
+        """Return the number of tokens of its longest branch."""
+        return max(len(it.input_ids) for it in (self, *self.others))
+
+    @property
+    def branches(self) -> list[Rendered]:
+        """The conversation in each branch of the model; those with other tokens before the answer know no prompt."""
+        before = self.input_ids[: self.prompt]
+        known = [it.input_ids[: self.prompt] == before for it in self.others]
+        others = [replace(it, prompt=self.prompt * same) for it, same in zip(self.others, known, strict=True)]
+        return [replace(self, others=()), *others] if others else [self]
+
+
+def branches_of(rendered: Iterable[Rendered]) -> list[Rendered]:
+    """Return the branches of all conversations, one after another: what a batch of them computes."""
+    return [branch for item in rendered for branch in item.branches]
 
 
 @dataclass
@@ -111,6 +126,7 @@ class Renderer:
     written: Sequence[str] = ()  # control tokens that texts may contain, of a model that was trained on such texts
     by_content: bool = False  # name media by what is in their files, not by their paths, for stores that outlive these
     variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, where the training had others
+    branches: Sequence[str | None] = (None,)  # of the model, `Outputs.branches`
 
     def __post_init__(self):
         if not getattr(self.processor, "chat_template", None):
@@ -203,8 +219,8 @@ class Renderer:
         limits = self.limits.min_pixels, self.limits.max_pixels
         return {} if limits == (None, None) else {"size": limited_size(self.processor, *limits)}
 
-    def text(self, messages: Sequence[Message]) -> str:
-        """Return `messages` through the chat template, with one placeholder for each image or video."""
+    def text(self, messages: Sequence[Message], branch: str | None = None) -> str:
+        """Return `messages` through the chat template, in a branch, with a placeholder for each image or video."""
         template = self.processor.chat_template
         try:
             return self.processor.apply_chat_template(
@@ -214,6 +230,7 @@ class Renderer:
                 tokenize=False,
                 add_generation_prompt=False,
                 **self.variables,
+                **({} if branch is None else {"output": branch}),
             )
         except TemplateError as error:
             raise RowError(f"the chat template does not take it: {error}") from error
@@ -225,7 +242,13 @@ class Renderer:
     def render_with(self, conversation: Conversation, media: Sequence[ProcessedMedia]) -> Rendered:
         """Do `render` with media that are already processed, in reading order."""
         messages, marks = self._marked(conversation.messages)
-        text = self.text(messages)
+        first, *others = [self._branch(messages, marks, media, branch) for branch in self.branches]
+        return replace(first, others=tuple(others)) if others else first
+
+    def _branch(
+        self, messages: Messages, marks: Mapping[str, str], media: Sequence[ProcessedMedia], branch: str | None
+    ) -> Rendered:
+        text = self.text(messages, branch)
         replacements: dict[str, list[str]] = {
             kind: [item.replacement for item in media if item.kind == kind] for kind in ("image", "video")
         }
@@ -245,7 +268,7 @@ class Renderer:
         """Return how many of a conversation's tokens, `rendered`, stand before its answer whatever that is."""
         prompt = conversation.prompt
         messages, marks = self._marked((*prompt, Message(conversation.messages[-1].role, (Text(ANSWER),))))
-        text = self.text(messages).rpartition(ANSWER)[0]
+        text = self.text(messages, self.branches[0]).rpartition(ANSWER)[0]
         media = rendered.media[: len(media_of(prompt))]
         replacements = {kind: [item.replacement for item in media if item.kind == kind] for kind in ("image", "video")}
         ids = self._token_ids(expanded(self.processor, text, replacements), marks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,15 @@ OUTPUTS = ("VQ", "MQ", "TA")
 class Published:
     """A checkpoint as its authors publish it: where it is, how to import it, and what their arithmetic gives.
 
-    `expected` are the scores of `conversations`; `options` are those of the import.
+    `expected` are the scores of `conversations`, and `outputs` the values of a model of several by their names;
+    `options` are those of the import.
     """
 
     source: Path
     conversations: list[Any]
     expected: torch.Tensor
     options: Mapping[str, Any] = field(default_factory=dict)
-    log_sigma: torch.Tensor | None = None
+    outputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -253,8 +253,16 @@ def hps_v3(folder: Path) -> Published:
         found.append(reference.ranknet(head, "rm_head", hidden[ids.tolist().index(token)]))
     conversations = [drawn(prompt, image) for prompt, image in zip(PROMPTS, pictures, strict=True)]
     options = {"base": folder / "base", "template": written(folder, QUESTION)}
-    scores, log_sigma = torch.stack(found).T
-    return Published(folder / "HPSv3.safetensors", conversations, scores, options, log_sigma)
+    outputs = gaussians({"mu": found})
+    return Published(folder / "HPSv3.safetensors", conversations, outputs["mu"], options, outputs)
+
+
+def gaussians(found: Mapping[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The mean and the deviation of each output, from its μ and log σ of each conversation."""
+    columns = {name: torch.stack(each).T for name, each in found.items()}
+    return {name: mu for name, (mu, _) in columns.items()} | {
+        f"{name}_deviation": log_sigma.exp() for name, (_, log_sigma) in columns.items()
+    }
 
 
 def drawn(prompt: str, image: Image.Image, *before: Image.Image) -> reference.Messages:
@@ -266,9 +274,8 @@ def drawn(prompt: str, image: Image.Image, *before: Image.Image) -> reference.Me
     ]
 
 
-@cache
-def edit_rewards(folder: Path, arch: str) -> dict[str, Published]:
-    """Both outputs of one file; the authors' score is their mean. Qwen3-VL has a program of its own."""
+def edit_reward(folder: Path, arch: str) -> Published:
+    """Two heads, each asked by an instruction; the score is their mean. Qwen3-VL has a program of its own."""
     source = folder / ("EditReward-Qwen3-VL-8B" if arch == "qwen3_vl" else "EditReward-Qwen2.5-VL-7B")
     processor, model, [token] = with_tokens(folder / "base", arch, ["<|Reward|>"])
     heads = ranknet_weights("rm_heads.head_0", 40) | ranknet_weights("rm_heads.head_1", 60)
@@ -276,29 +283,28 @@ def edit_rewards(folder: Path, arch: str) -> dict[str, Published]:
     torch.save({"model": model.state_dict() | heads}, source / "model.pth")
     side = 128 if arch == "qwen3_vl" else 448
     images = [picture(side, side, seed) for seed in range(3)]
-    scores: dict[str, list[torch.Tensor]] = {"head_0": [], "head_1": []}
-    for prompt, image in zip(PROMPTS, images[1:], strict=True):
-        text = QUESTION.replace("{text_prompt}", prompt)
-        if arch == "qwen3_vl":
-            read = reference.at_token(processor, model, text, [images[0], image], token)
-        else:
-            ids, hidden = reference.at_text_positions(processor, model, text, "image", [images[0], image])
-            read = hidden[ids.tolist().index(token)]
-        for name in scores:
-            scores[name].append(reference.ranknet(heads, f"rm_heads.{name}", read)[0])
+    found: dict[str, list[torch.Tensor]] = {}
+    for number, output in enumerate(("following", "quality")):
+        question = f"Is it a good {output}?\n{QUESTION}"
+        (folder / f"{output}.txt").write_text(question)
+        for prompt, image in zip(PROMPTS, images[1:], strict=True):
+            text = question.replace("{text_prompt}", prompt)
+            if arch == "qwen3_vl":
+                read = reference.at_token(processor, model, text, [images[0], image], token)
+            else:
+                ids, hidden = reference.at_text_positions(processor, model, text, "image", [images[0], image])
+                read = hidden[ids.tolist().index(token)]
+            found.setdefault(output, []).append(reference.ranknet(heads, f"rm_heads.head_{number}", read))
     conversations = [drawn(prompt, image, images[0]) for prompt, image in zip(PROMPTS, images[1:], strict=True)]
-    options = {"base": folder / "base", "template": written(folder, QUESTION)}
-    return {
-        output: Published(source, conversations, torch.stack(scores[name]), options | {"output_name": output})
-        for output, name in (("following", "head_0"), ("quality", "head_1"))
-    }
+    options = {"base": folder / "base", "template": folder / "{output}.txt"}
+    outputs = gaussians(found)
+    return Published(source, conversations, (outputs["following"] + outputs["quality"]) / 2, options, outputs)
 
 
 NORM = {"VQ_mean": 3.6757, "VQ_std": 2.2476, "MQ_mean": 1.1646, "MQ_std": 1.3811, "TA_mean": 2.8105, "TA_std": 2.5121}
 
 
-@cache
-def video_aligns(folder: Path) -> dict[str, Published]:
+def video_align(folder: Path) -> Published:
     """LoRA weights in the file of the model, as the published one has them; the reference computes them apart."""
     source = folder / "VideoReward"
     tokens = [f"<|{name}_reward|>" for name in OUTPUTS]
@@ -332,10 +338,8 @@ def video_aligns(folder: Path) -> dict[str, Published]:
         video = [{"type": "video", "video": clip}]
         conversations.append([{"role": "user", "content": prompt}, {"role": "assistant", "content": video}])
     options = {"base": folder / "base", "template": written(folder, DIMENSIONS)}
-    return {
-        output: Published(source, conversations, torch.stack(scores[output]), options | {"output_name": output})
-        for output in OUTPUTS
-    }
+    outputs = {name: (torch.stack(scores[name]) - NORM[f"{name}_mean"]) / NORM[f"{name}_std"] for name in OUTPUTS}
+    return Published(source, conversations, torch.stack([*outputs.values()]).sum(0), options, outputs)
 
 
 CASES = [
@@ -349,10 +353,7 @@ CASES = [
     Case("score", "peft, `modules_to_save`", adapter_score),
     Case("basereward", "BaseReward", base_reward),
     Case("hpsv3", "HPSv3", hps_v3),
-    Case("editreward", "EditReward, `following`", lambda f: edit_rewards(f, "qwen2_5_vl")["following"]),
-    Case("editreward", "EditReward, `quality`", lambda f: edit_rewards(f, "qwen2_5_vl")["quality"]),
-    Case("editreward_qwen3", "EditReward-Qwen3-VL", lambda f: edit_rewards(f, "qwen3_vl")["following"]),
-    Case("videoalign", "VideoAlign, `VQ`", lambda folder: video_aligns(folder)["VQ"]),
-    Case("videoalign", "VideoAlign, `MQ`", lambda folder: video_aligns(folder)["MQ"]),
-    Case("videoalign", "VideoAlign, `TA`", lambda folder: video_aligns(folder)["TA"]),
+    Case("editreward", "EditReward", lambda folder: edit_reward(folder, "qwen2_5_vl")),
+    Case("editreward_qwen3", "EditReward-Qwen3-VL", lambda folder: edit_reward(folder, "qwen3_vl")),
+    Case("videoalign", "VideoAlign", video_align),
 ]

@@ -8,10 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.nn.functional import logsigmoid
 
 from tests.runs import SHORT, write_rows
 from vlmrm import cli
@@ -23,6 +23,7 @@ from vlmrm.modeling.published_layouts import LAYOUTS
 from vlmrm.modeling.published_weights import weight_files
 from vlmrm.scoring.loading import load_scorer
 from vlmrm.training import train
+from vlmrm.training.losses import gaussian
 
 from .cases import CASES, SCORE, VALUE, Case, Published, picture, talk, tiny
 
@@ -36,12 +37,9 @@ def made(tmp_path_factory):
 
     @cache
     def make(case: Case) -> tuple[Published, Path, Any]:
-        shared = tmp_path_factory.getbasetemp() / f"published-{case.layout}"
-        number = str(CASES.index(case))
-        folder = shared if case.layout in ("editreward", "videoalign") else shared / number  # one file, many outputs
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = tmp_path_factory.mktemp(case.layout)
         published = case.write(folder)
-        output = folder / f"imported-{number}"
+        output = folder / "imported"
         import_reward(published.source, output, **published.options)
         return published, output, load_scorer(output, dtype="float32")
 
@@ -49,7 +47,9 @@ def made(tmp_path_factory):
 
 
 def distance(scorer: Any, published: Any) -> float:
-    return (torch.tensor(scorer.score(published.conversations)) - published.expected).abs().max().item()
+    values = scorer.score_outputs(published.conversations)
+    found = [scorer.score(published.conversations), *([of[name] for of in values] for name in published.outputs)]
+    return (torch.tensor(found) - torch.stack([published.expected, *published.outputs.values()])).abs().max().item()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -68,30 +68,38 @@ def test_every_layout_is_tried():
     assert {case.layout for case in CASES} == {layout.name for layout in LAYOUTS}
 
 
-def test_constants_of_the_authors_are_the_normalisation(made):
-    info = json.loads((made(BY_WHO["VideoAlign, `TA`"])[1] / "reward_model.json").read_text())
-    assert (info["reward_mean"], info["reward_std"]) == (2.8105, 2.5121)
-
-
-def test_training_starts_from_the_trained_head(made, tmp_path):
-    """The first loss is that of the authors' scores, and weights of the head change."""
-    published, folder, _ = made(HPS)
-    for number, talked in enumerate(published.conversations):
-        talked[1]["content"][0]["image"].save(tmp_path / f"{number}.png")
-    question = published.conversations[0][0]["content"]
+@pytest.mark.parametrize("batching", ["shared", "reference"])
+def test_training_starts_from_the_trained_head(made, tmp_path, batching):
+    """The first loss is that of the authors' scores, of each output, and weights of the head change."""
+    published, folder, scorer = made(BY_WHO["EditReward"])
+    prompt, images = published.conversations[0][0]["content"][1], [picture(448, 448, seed) for seed in range(3)]
+    paths = [str(tmp_path / f"{number}.png") for number in range(3)]
+    for image, path in zip(images, paths, strict=True):
+        image.save(path)
     row = {
-        "id": "a",
-        "prompt": [{"role": "user", "content": question}],
-        "chosen": [{"role": "assistant", "content": [{"type": "image", "image": str(tmp_path / "0.png")}]}],
-        "rejected": [{"role": "assistant", "content": [{"type": "image", "image": str(tmp_path / "1.png")}]}],
+        "prompt": [{"role": "user", "content": [{"type": "image", "image": paths[0]}, prompt]}],
+        "chosen": [{"role": "assistant", "content": [{"type": "image", "image": paths[1]}]}],
+        "rejected": [{"role": "assistant", "content": [{"type": "image", "image": paths[2]}]}],
+        "quality": [1, 2],
     }
-    rows = write_rows(tmp_path / "rows.jsonl", [row, row | {"id": "b"}])
+    rows = write_rows(tmp_path / "rows.jsonl", [row | {"id": name} for name in "ab"])
     keys = {**SHORT, "max_steps": 1, "model_name_or_path": str(folder), "dataset_path": str(rows)}
-    train({**keys, "output_dir": str(tmp_path / "run"), "learning_rate": 1e-3, "warmup_steps": 0})
+    with pytest.raises(CheckpointError, match="quality: gaussian apart} and total: {following: 0.5, quality: 0.5}"):
+        train({**keys, "output_dir": str(tmp_path / "run")})
+    names = ("following", "quality")
+    keys |= {"outputs": dict.fromkeys(names, "gaussian apart"), "total": dict.fromkeys(names, 0.5)}
+    keys |= {"learning_rate": 1e-3, "warmup_steps": 0, "batching": batching}
+    train({**keys, "output_dir": str(tmp_path / "run")})
     state = json.loads((tmp_path / "run/checkpoint-1/trainer_state.json").read_text())
     loss = state["log_history"][0]["loss"]
-    scores = made(HPS)[2].score([[row["prompt"][0], row[name][0]] for name in ("chosen", "rejected")])
-    assert loss == pytest.approx(-logsigmoid(torch.tensor(scores[0] - scores[1])).item(), abs=1e-4)
+    chosen, rejected = scorer.score_outputs([[row["prompt"][0], row[name][0]] for name in ("chosen", "rejected")])
+    leads = torch.tensor([chosen[names[0]] - rejected[names[0]], rejected[names[1]] - chosen[names[1]]])
+    spreads = torch.tensor([sum(of[f"{name}_deviation"] ** 2 for of in (chosen, rejected)) for name in names])
+    assert loss == pytest.approx(gaussian(leads, spreads, torch.tensor(False)).sum().item(), abs=1e-4)
+    command = ["score", "--model", str(tmp_path / "run/final"), "--input", str(rows), "--output", str(tmp_path / "s")]
+    cli.app(command, result_action="return_value")
+    table = pd.concat(map(pd.read_parquet, (tmp_path / "s").glob("*.parquet")))
+    assert all(len(values) == 2 for name in names for values in table[f"output_{name}"])
     trained, imported = (load_file(path / "model.safetensors") for path in (tmp_path / "run/final", folder))
     assert trained.keys() == imported.keys()
     assert not torch.equal(trained["score_hidden.0.weight"], imported["score_hidden.0.weight"])
@@ -100,12 +108,9 @@ def test_training_starts_from_the_trained_head(made, tmp_path):
     assert not torch.equal(adapted.model.score.weight, imported["score.weight"])
 
 
-@pytest.mark.parametrize(
-    ("who", "why"), [("Skywork-VL-Reward-7B", "a bias"), ("VideoAlign, `VQ`", "the positions of text")]
-)
-def test_what_others_cannot_compute_is_not_exported(made, tmp_path, who, why):
-    with pytest.raises(CheckpointError, match=why):
-        export(made(BY_WHO[who])[1], tmp_path / "exported")
+def test_what_others_cannot_compute_is_not_exported(made, tmp_path):
+    with pytest.raises(CheckpointError, match="a bias"):
+        export(made(SKYWORK)[1], tmp_path / "exported")
 
 
 @pytest.fixture
@@ -119,7 +124,7 @@ def source(tmp_path) -> Path:
 def test_import_writes_a_checkpoint_that_other_verbs_open(source, tmp_path, capsys):
     out = str(tmp_path / "out")
     cli.app(["import", str(source), "--output", out], result_action="return_value")
-    assert "value_head, output score" in "".join(capsys.readouterr())
+    assert "value_head, score" in "".join(capsys.readouterr())
     command = ["score", "--model", out, "--prompt", "Is seven odd?", "--response", "Yes."]
     cli.app(command, result_action="return_value")
     assert capsys.readouterr().out.strip()
@@ -178,22 +183,22 @@ def test_what_cannot_be_imported_is_named_leaving_nothing(source, fault):
 @pytest.mark.parametrize(
     ("options", "error", "why"),
     [
-        ({"output_name": "quality"}, ConfigError, r"\{text_prompt\}"),
-        ({"template": "t.txt"}, ConfigError, "--output-name following, quality"),
-        ({"output_name": "quality", "template": "t.txt"}, ConfigError, r"has <\|Reward\|> 0 times"),
-        ({"output_name": "quality", "template": "t.txt", "layout": "editreward_qwen3"}, CheckpointError, "qwen3_vl"),
+        ({}, ConfigError, r"\{text_prompt\}"),
+        ({"template": "t.txt"}, ConfigError, r"each of following, quality: write \{output\}"),
+        ({"template": "{output}.txt"}, ConfigError, r"following.txt has <\|Reward\|> 0 times"),
+        ({"template": "{output}.txt", "layout": "editreward_qwen3"}, CheckpointError, "qwen3_vl"),
     ],
 )
-def test_questions_need_their_instruction_and_their_output(made, tmp_path, monkeypatch, options, error, why):
-    published, _, _ = made(BY_WHO["EditReward, `quality`"])
+def test_questions_need_their_instruction(made, tmp_path, monkeypatch, options, error, why):
+    published, _, _ = made(BY_WHO["EditReward"])
     monkeypatch.chdir(tmp_path)
-    Path("t.txt").write_text("{text_prompt}")
+    Path("following.txt").write_text("{text_prompt}")
     with pytest.raises(error, match=why):
         import_reward(published.source, tmp_path / "out", base=published.options["base"], **options)
 
 
 def test_a_prompt_cannot_write_the_reward_token(made):
-    published, _, scorer = made(BY_WHO["EditReward, `quality`"])
+    published, _, scorer = made(BY_WHO["EditReward"])
     [spelt] = scorer.score([[{"role": "user", "content": "a <|Reward|> cat"}, published.conversations[0][1]]])
     assert abs(spelt - published.expected[0].item()) > 1e-4
     with pytest.raises(RowError, match="an image or a video as the answer"):

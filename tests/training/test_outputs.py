@@ -29,12 +29,13 @@ from vlmrm.training.losses import Objective, gaussian, judged_weights
 KINDS = {
     "overall": "preference",
     "spread": "gaussian",
-    "clarity": "rating 1-5",
-    "safety": "ordinal 0-4",
+    "clarity": "rating 1-5 apart",
+    "safety": "ordinal 0-4 apart",
     "right": "correctness",
     "done": "progress",
 }
 OUTPUTS = Outputs.parse(KINDS)
+APART = "{% if output is defined %}How much {{ output }}?{% endif %}"  # what the chat template asks after the answer
 QUESTION = (Message.of("user", "How many?"),)
 
 
@@ -54,7 +55,8 @@ JUDGED = [
 
 def collated(model, processor, batching):
     batcher = batcher_for(model, processor, batching)
-    collator = ComparisonCollator(Renderer(processor), batcher, max_seq_length=512, outputs=OUTPUTS)
+    renderer = Renderer(processor, branches=OUTPUTS.branches)
+    collator = ComparisonCollator(renderer, batcher, max_seq_length=512, outputs=OUTPUTS)
     [part] = collator([{"index": i, "comparison": row} for i, row in enumerate(JUDGED)])["parts"]
     return part
 
@@ -64,12 +66,15 @@ def by_hand(model, processor) -> torch.Tensor:
     rows = []
     for talk in (talk for row in JUDGED for talk in row.conversations()):
         turns = [{"role": it.role, "content": [{"type": "text", "text": it.text}]} for it in talk.messages]
-        text = processor.apply_chat_template(turns, tokenize=False)
-        hidden = model.model(**processor.tokenizer(text, return_tensors="pt"), use_cache=False).last_hidden_state
-        rows.append(hidden[0, -1] @ model.score.weight.T + model.score.bias)
+        columns = []
+        for asked in ({}, {"output": "clarity"}, {"output": "safety"}):
+            text = processor.apply_chat_template(turns, tokenize=False, **asked)
+            hidden = model.model(**processor.tokenizer(text, return_tensors="pt"), use_cache=False).last_hidden_state
+            columns.append(hidden[0, -1] @ model.score.weight.T + model.score.bias)
+        rows.append(torch.cat([columns[0][:3], columns[1][3:4], columns[2][4:8], columns[0][8:]]))
     z = torch.stack(rows)
     nodes, weights = (torch.tensor(it) for it in np.polynomial.hermite.hermgauss(16))
-    spread = torch.nn.functional.softplus(z[2:4, 2]).sum().mul(2).sqrt()
+    spread = (2 * z[2:4, 2]).exp().sum().mul(2).sqrt()
     drawn = (torch.sigmoid(z[3, 1] - z[2, 1] + spread * nodes) * weights).sum() / math.pi**0.5
     ordinal = z[5, 4:8]
     return (
@@ -85,6 +90,7 @@ def by_hand(model, processor) -> torch.Tensor:
 @pytest.mark.parametrize("batching", ["shared", "reference"])
 def test_every_kind_has_the_gradient_of_its_formula(tiny_checkpoint, batching):
     processor = AutoProcessor.from_pretrained(tiny_checkpoint)
+    processor.chat_template += APART
     options = {"outputs": OUTPUTS, "dtype": torch.float32, "attn_implementation": "sdpa", "seed": 1}
     model = load_for_training(tiny_checkpoint, **options).to(torch.float64).eval()
     with rounding_nowhere():

@@ -37,7 +37,7 @@ from vlmrm.data.comparisons import IrrelevantQueries, best_and_worst
 from vlmrm.errors import RowError, VlmrmError
 from vlmrm.measures.interventions import Intervention, alterations
 from vlmrm.outputs import ONE, Outputs
-from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
+from vlmrm.rendering import ProcessedMedia, Rendered, Renderer, branches_of
 
 # The reference batch: one padded row per conversation, each with its own copy of every image.
 #
@@ -226,7 +226,7 @@ class ComparisonCollator:
         return {
             "parts": [self._part([units[i] for i in indices]) for indices in self.split(conversations)],
             "counts": {
-                "tokens": sum(len(item) for unit in conversations for item in unit),
+                "tokens": sum(len(item) for unit in conversations for item in branches_of(unit)),
                 "pairs": sum(len(unit.comparison.pairs()) for unit in units),
             },
             "dropped": dropped,
@@ -240,7 +240,7 @@ class ComparisonCollator:
         """Return the indices of each part's conversations; without a budget there is one part."""
         if self.max_tokens_per_batch is None or not conversations:
             return [list(range(len(conversations)))]
-        return self.batcher.split(conversations, self.max_tokens_per_batch)
+        return self.batcher.split([branches_of(unit) for unit in conversations], self.max_tokens_per_batch)
 
     def _part(self, units: Sequence[_RenderedComparison]) -> Part:
         rendered = [item for unit in units for item in unit.branches]
@@ -292,14 +292,20 @@ class ComparisonCollator:
         budget = self.max_tokens_per_batch
         pieces = [list(range(len(rendered)))]
         if budget is not None and not whole:
-            cut = self.batcher.cut(rendered, budget)
+            cut = (
+                self.batcher.cut(rendered, budget)
+                if len(self.outputs.branches) == 1
+                else self.split([[it] for it in rendered])
+            )
             pieces = cut if len(cut) > 1 else pieces
-        parts = [[rendered[i] for i in piece] for piece in pieces]
+        parts = [branches_of(rendered[i] for i in piece) for piece in pieces]
         return {
             "inputs": [self.batcher(part) for part in parts],
             # The inverse permutation: where score i of the part stands among the forwards' scores.
             "order": torch.tensor([i for piece in pieces for i in piece]).argsort(),
-            "cut": (self.batcher.size(rendered), sum(map(self.batcher.size, parts))) if len(parts) > 1 else (0, 0),
+            "cut": (self.batcher.size(branches_of(rendered)), sum(map(self.batcher.size, parts)))
+            if len(parts) > 1
+            else (0, 0),
         }
 
     def _render(self, comparison: Comparison, cache: dict[str, ProcessedMedia]) -> list[Rendered]:

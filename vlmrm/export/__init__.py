@@ -55,11 +55,6 @@ def export(model: str | Path, output_folder: str | Path, *, base_model_path: str
             f"{model} answers {', '.join(reward.outputs.names)}, which others would read as classes: serve it with "
             "vlmrm."
         )
-    if reward.has_text_positions:
-        raise CheckpointError(
-            f"{model} gives images the positions of text, as in its training, and others would not: serve it with "
-            "vlmrm."
-        )
     if type(reward.config) not in REWARD_MODELS:
         raise CheckpointError(
             f"{model} is a {type(reward).__name__}, which cannot be exported: Qwen2-VL, Qwen2.5-VL, MiMo-VL and "

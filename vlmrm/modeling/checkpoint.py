@@ -87,8 +87,10 @@ def load_for_training(
         )
     if has_head and (kept := Outputs.of(getattr(config, "reward_outputs", None))) != outputs:
         written = ", ".join(f"{one.name}: {one.written()}" for one in kept)
+        total = ", ".join(f"{one.name}: {one.weight:.12g}" for one in kept if one.weight)
         raise CheckpointError(
-            f"{path} is a reward model with other outputs: write outputs: {{{written}}}, or start from its base model."
+            f"{path} is a reward model with other outputs: write outputs: {{{written}}} and total: {{{total}}}, or "
+            "start from its base model."
         )
     refuse_separate_head(path, revision)
     if not has_head and (described := outputs.described()) is not None:

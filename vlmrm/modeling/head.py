@@ -73,6 +73,14 @@ class Head:
         return nn.Sequential(*layers)
 
 
+def at_branches(outputs: Outputs, logits: torch.Tensor) -> torch.Tensor:
+    """Return each output's columns at the end of its own branch, [N, C], of `logits` [N * branches, C]."""
+    if len(branches := outputs.branches) == 1:
+        return logits
+    each = zip(outputs, logits.unflatten(0, (-1, len(branches))).split([o.columns for o in outputs], 2), strict=True)
+    return torch.cat([columns[:, branches.index(output.branch)] for output, columns in each], 1)
+
+
 def split_columns(outputs: Outputs, logits: torch.Tensor) -> list[torch.Tensor]:
     """Return the columns of each output in `logits` [N, C], [N, its columns]."""
     return list(logits.split([output.columns for output in outputs], dim=1))
@@ -115,8 +123,8 @@ def total_of(outputs: Outputs, logits: torch.Tensor) -> torch.Tensor:
 
 
 def variance(columns: torch.Tensor) -> torch.Tensor:
-    """Return the variance of a Gaussian output for its columns [N, 2], [N]."""
-    return nn.functional.softplus(columns[:, 1])
+    """Return the variance of a Gaussian output for its columns [N, 2], [N]: the second is log σ, as in HPSv3."""
+    return (2 * columns[:, 1]).exp()
 
 
 def head_name(described: str | Mapping[str, Any]) -> str:

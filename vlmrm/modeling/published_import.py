@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -48,19 +48,21 @@ from vlmrm.modeling.published_weights import (
     with_lora,
 )
 from vlmrm.modeling.reward_model import RewardModel, reward_model_class
+from vlmrm.outputs import Outputs
 from vlmrm.rendering import limited_size
 
 SHARD = 4 * 2**30  # bytes, at most held in memory
+NAME = "{output}"  # stands for the name of an output in --template
 EMBEDDINGS = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """What was imported: the folder, the layout that was recognised, and the output."""
+    """What was imported: the folder, the layout that was recognised, and what the model answers."""
 
     folder: Path
     layout: str
-    output_name: str
+    outputs: Outputs
 
 
 def import_reward(
@@ -69,7 +71,6 @@ def import_reward(
     *,
     layout: str | None = None,
     base: str | Path | None = None,
-    output_name: str | None = None,
     template: str | Path | None = None,
     min_pixels: int | None = None,
     max_pixels: int | None = None,
@@ -84,10 +85,10 @@ def import_reward(
     require_new_folder(output_folder, "the imported model")
     named = named_layout(source, layout)
     if named is not None:  # before anything is fetched
-        _check_options(named, output_name, template)
+        _check_options(named, template)
     opened = _open(source, base, named, revision)
     form = opened.layout
-    chosen = _check_options(form, output_name, template)
+    _check_options(form, template)
     settings = (read_json_of(opened.folder, form.settings) if form.settings else {}) or {}
     if form.settings and not settings:
         raise CheckpointError(
@@ -100,12 +101,13 @@ def import_reward(
             "the model that it was trained from by --base, or its own --layout."
         )
     processor = _processor(opened, trust_remote_code)
-    _set_template(processor, form, chosen, template)
+    if template is not None:
+        processor.chat_template = question_template(processor, _instructions(form, template))
     limits = min_pixels or form.pixels, max_pixels or form.pixels
     if limits != (None, None):  # in the processor, so that training keeps them too
         processor.image_processor.size = limited_size(processor, *limits)
     _fit_vocabulary(config, processor, form, opened.weights.readers)
-    head = _set_head(config, opened, chosen)
+    head = _set_head(config, opened, settings.get("inference_config") or {})
     with init_empty_weights(include_buffers=False):
         model: Any = reward_model_class(config)(config)
     naming, lora = Naming(model, form, source), settings.get("peft_lora_config") or {}
@@ -116,8 +118,6 @@ def import_reward(
     weights |= naming.renamed(opened.adapter.readers)
     weights |= naming.merged(weights, opened.weights.lora, scale)
     weights |= naming.merged(weights, opened.adapter.lora, opened.scale)
-    norm = settings.get("inference_config") or {}
-    mean, std = norm.get(f"{chosen}_mean"), norm.get(f"{chosen}_std")
     make_folder(output_folder)
     with TemporaryDirectory(dir=output_folder.resolve().parent, prefix=f".{output_folder.name}-") as unfinished:
         made = Path(unfinished, "model")
@@ -130,22 +130,20 @@ def import_reward(
             processor=processor,
             head=config.reward_head,
             shown={"min_pixels": limits[0], "max_pixels": limits[1]},
-            reward_mean=mean,
-            reward_std=std,
+            outputs=form.outputs,
             provenance=provenance(
                 {
                     "imported_from": str(source),
                     "revision": revision,
                     "base_model": None if base is None else str(base),
                     "layout": form.name,
-                    "output": chosen,
                     "formula": form.source,
                 }
             ),
         )
         write_complete(made, world_size=1, step=None)
         os.replace(made, output_folder)  # an empty folder gives way
-    return ImportedModel(output_folder, form.name, chosen)
+    return ImportedModel(output_folder, form.name, form.outputs)
 
 
 @dataclass(frozen=True)
@@ -164,17 +162,19 @@ class Opened:
     described: str | Path
 
 
-def _check_options(layout: PublishedLayout, output_name: str | None, template: str | Path | None) -> str:
-    """Return the name of the output to import."""
-    chosen = chosen_output(layout, output_name)
-    if layout.asked and template is None:
+def _check_options(layout: PublishedLayout, template: str | Path | None) -> None:
+    if layout.places and template is None:
         raise ConfigError(
             f"{layout.name} is asked by an instruction of its authors: save it as a text with {PROMPT} where that "
             "goes, and name it by --template."
         )
-    if template is not None and not layout.asked:
+    if template is not None and not layout.places:
         raise ConfigError(f"{layout.name} is read through its chat template: leave --template out.")
-    return chosen
+    if len(layout.heads) > 1 and NAME not in str(template):
+        raise ConfigError(
+            f"{layout.name} has an instruction for each of {', '.join(layout.outputs.names)}: write {NAME} in "
+            "--template where the names of their files differ."
+        )
 
 
 def _open(source: str | Path, base: str | Path | None, named: PublishedLayout | None, revision: str | None) -> Opened:
@@ -206,11 +206,13 @@ def _open(source: str | Path, base: str | Path | None, named: PublishedLayout | 
     return Opened(folder, form, weights, adapter, scale, heads, described)
 
 
-def _set_head(config: PreTrainedConfig, opened: Opened, output_name: str) -> dict[str, Reader]:
-    """Describe the head in the configuration, and return its weights."""
+def _set_head(config: PreTrainedConfig, opened: Opened, norm: Mapping[str, float]) -> dict[str, Reader]:
+    """Describe the head and its outputs in the configuration, and return its weights."""
     width = config.get_text_config().hidden_size
-    head, weights = convert_head(opened.layout, output_name, opened.heads, lambda name: opened.heads[name](), width)
+    head, weights = convert_head(opened.layout, opened.heads, lambda name: opened.heads[name](), width, norm)
     config.reward_head = head.described(width)
+    if (described := opened.layout.outputs.described()) is not None:
+        config.reward_outputs = described
     if opened.layout.text_positions:
         config.reward_positions = "text"
     return {name: lambda tensor=tensor: tensor for name, tensor in weights.items()}
@@ -228,13 +230,14 @@ def _processor(opened: Opened, trust_remote_code: bool) -> Any:
     return processor
 
 
-def _set_template(processor: Any, layout: PublishedLayout, output_name: str, path: str | Path | None) -> None:
-    """Give the processor the chat template that writes the authors' instruction, if they have one."""
-    if path is None:
-        return
-    token = str(layout.outputs[output_name].token)
-    text = read_wording(path, f"--template {path}", PROMPT, token)
-    processor.chat_template = question_template(processor, text[: text.index(token) + len(token)])
+def _instructions(layout: PublishedLayout, template: str | Path) -> dict[str, str]:
+    """Return the authors' instruction for each output, up to the token at which it is read."""
+    instructions = {}
+    for name, place in layout.places.items():
+        path = str(template).replace(NAME, name)
+        text = read_wording(path, f"--template {path}", PROMPT, place.token)
+        instructions[name] = text[: text.index(place.token) + len(place.token)]
+    return instructions
 
 
 def _fit_vocabulary(
@@ -299,38 +302,37 @@ def _shards(weights: Mapping[str, Reader]) -> Iterator[dict[str, torch.Tensor]]:
 Layers = list[tuple[torch.Tensor, torch.Tensor | None]]
 
 
-def chosen_output(layout: PublishedLayout, output_name: str | None) -> str:
-    """Return the name of the output to import."""
-    names = list(layout.outputs)
-    if output_name is None and len(names) == 1:
-        return names[0]
-    if output_name not in names:
-        fault = "several outputs" if output_name is None else f"no output {output_name!r}"
-        raise ConfigError(f"{layout.name} has {fault}: import one by --output-name {', '.join(names)}.")
-    return output_name
-
-
 def convert_head(
-    layout: PublishedLayout, output_name: str, names: Iterable[str], read: Callable[[str], Any], width: int
+    layout: PublishedLayout,
+    names: Iterable[str],
+    read: Callable[[str], Any],
+    width: int,
+    norm: Mapping[str, float] | None = None,
 ) -> tuple[Head, dict[str, torch.Tensor]]:
     """Return a published head over hidden states of `width` channels, and its weights by our names, float32.
 
-    Of several outputs at one token the first is taken, or that of the token where there are as many as tokens.
+    Several heads become one of as many blocks. A layer that gives one number at each of several tokens has a row for
+    each output. By `norm` a number becomes (number - mean) / std, as its authors give it.
     """
-    layers = _layers(layout, output_name, names, read)
+    names, outputs = list(names), layout.outputs
+    layers = _side_by_side([_layers(layout, head, names, read) for head in layout.heads])
     last, bias = layers.pop()
-    if len(last) not in layout.rows:
-        raise CheckpointError(f"the head gives {len(last)} numbers, and that of {layout.name} gives {layout.rows[0]}.")
-    row = list(layout.outputs).index(output_name) if len(last) == len(layout.tokens) else 0
-    last, bias = last[row : row + 1], None if bias is None else bias[row : row + 1]
+    if len(last) == 1:
+        last = last.repeat(len(outputs), 1)
+        bias = None if bias is None else bias.repeat(len(outputs))
+    if len(last) != outputs.columns:
+        raise CheckpointError(f"the head gives {len(last)} numbers, and that of {layout.name} {outputs.columns}.")
     if layers and layout.activation is None:
         raise CheckpointError(f"the head has {len(layers) + 1} layers, and {layout.name} has one: name its --layout.")
+    if norm:
+        mean, std = (torch.tensor([norm[f"{name}_{it}"] for name in outputs.names]) for it in ("mean", "std"))
+        last, bias = last.float() / std[:, None], ((0.0 if bias is None else bias.float()) - mean) / std
     head = Head([len(weight) for weight, _ in layers], layout.activation or "silu", bias is not None)
     weights = {"score.weight": last} | ({} if bias is None else {"score.bias": bias})
     for index, (weight, hidden_bias) in enumerate(layers):
         weights[f"score_hidden.{2 * index}.weight"] = weight
         weights[f"score_hidden.{2 * index}.bias"] = torch.zeros(len(weight)) if hidden_bias is None else hidden_bias
-    widths = [width, *head.hidden, 1]
+    widths = [width, *head.hidden, outputs.columns]
     for (weight, _), (before, after) in zip([*layers, (last, bias)], pairwise(widths), strict=True):
         if weight.shape != (after, before):
             raise CheckpointError(
@@ -340,16 +342,30 @@ def convert_head(
     return head, {name: weight.float().contiguous() for name, weight in weights.items()}
 
 
-def _layers(layout: PublishedLayout, output_name: str, names: Iterable[str], read: Callable[[str], Any]) -> Layers:
-    wanted = layout.outputs[output_name].head
+def _side_by_side(heads: Sequence[Layers]) -> Layers:
+    """Return the layers of several heads as those of one: the first over the same states, the others in blocks."""
+    if len(heads) == 1:
+        return list(heads[0])
+    return [
+        (
+            torch.cat([weight for weight, _ in each])
+            if number == 0
+            else torch.block_diag(*(weight for weight, _ in each)),
+            torch.cat([bias for _, bias in each if bias is not None]),
+        )
+        for number, each in enumerate(zip(*heads, strict=True))
+    ]
+
+
+def _layers(layout: PublishedLayout, head: str | None, names: Sequence[str], read: Callable[[str], Any]) -> Layers:
     layers: dict[int, dict[str, torch.Tensor]] = {}
     for name in names:
         if match := layout.matches(name):
             groups: Mapping[str, str | None] = match.groupdict()
-            if groups.get("head") == wanted:
+            if groups.get("head") == head:
                 layers.setdefault(int(groups.get("layer") or 0), {})[groups["kind"] or ""] = read(name)
     if not layers:
-        raise CheckpointError(f"the head of the output {output_name} is missing: copy the checkpoint again.")
+        raise CheckpointError(f"the weights of {head} are missing: copy the checkpoint again.")
     if missing := [layer for layer in layout.layers if layer not in map(str, layers)]:
         raise CheckpointError(f"layer {missing[0]} of the head is missing: copy the checkpoint again.")
     for layer, tensors in layers.items():

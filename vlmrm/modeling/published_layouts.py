@@ -1,7 +1,8 @@
 """Describe the layouts of published reward models: how to recognise each, and what its authors compute.
 
-A score is always read at the last token of a conversation. Where the authors read it at a token in the middle, the
-imported chat template ends with that token: attention is causal, so nothing after it changes the score.
+A score is always read at the last token of a branch. Where the authors read it at a token in the middle, the imported
+chat template ends with that token: attention is causal, so nothing after it changes the score. Where they read several
+at tokens, or under instructions, of their own, each has a branch; a shared batch computes their common tokens once.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from jinja2 import TemplateError
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.modeling.manifest import HEAD_WEIGHTS
+from vlmrm.outputs import ONE, Output, Outputs
 
 # Where the authors ask a question of their own, its wording comes from a file: vlmrm does not contain it. The imported
 # chat template writes it as their code does, around the prompt.
@@ -52,8 +54,11 @@ COLLECTED = """\
 PROMPT = "{text_prompt}"  # its place in an instruction
 
 
-def question_template(processor: Any, instruction: str) -> str:
-    """Return a chat template in Jinja: a user's turn of the media, then the instruction, which ends in its token."""
+def question_template(processor: Any, instructions: Mapping[str, str]) -> str:
+    """Return a chat template in Jinja: a user's turn of the media, then the instruction, which ends in its token.
+
+    The instruction is the one of the `output` that is asked for, by default the last.
+    """
     before = _written(processor, []).split(MARK)[0]
     collected = COLLECTED
     for kind in ("image", "video"):
@@ -63,7 +68,11 @@ def question_template(processor: Any, instruction: str) -> str:
             if start != before and start.startswith(before):
                 medium = _literal(start.removeprefix(before))
         collected = collected.replace(kind.upper(), medium)
-    body = _literal(instruction).replace(PROMPT, '" ~ ns.prompt ~ "')
+    bodies = [
+        f"{_literal(name)}: " + _literal(text).replace(PROMPT, '" ~ ns.prompt ~ "')
+        for name, text in instructions.items()
+    ]
+    body = f"{{{', '.join(bodies)}}}[output | default({_literal([*instructions][-1])})]"
     return f"{collected}{{{{- {_literal(before)} ~ ns.media ~ {body} -}}}}"
 
 
@@ -84,10 +93,10 @@ KIND = r"(?P<kind>weight|bias)"
 
 
 @dataclass(frozen=True)
-class Output:
-    """One of the scores of a published model."""
+class Place:
+    """Where one of the outputs of a published model is read."""
 
-    token: str | None = None  # the reward token at which it is read; None for the last token of the conversation
+    token: str  # the reward token
     head: str | None = None  # its group in the name of the head's weights, where each output has a head of its own
 
 
@@ -101,10 +110,10 @@ class PublishedLayout:
     activation: str | None = None  # after each layer but the last
     layers: Sequence[str] = ()  # the names of its layers, where they are known
     bias: bool | None = None  # of all its layers; None where either may be
-    rows: Sequence[int] = (1,)  # the numbers that the last layer may give at a token
     ids: Sequence[str] = ()  # beginnings of the names of repositories and folders, in lower case; none for any
-    outputs: Mapping[str, Output] = field(default_factory=lambda: {"score": Output()})  # several need `--output-name`
-    asked: bool = False  # by an instruction of its authors, in `--template`; else by the checkpoint's chat template
+    outputs: Outputs = ONE
+    # Of each output, where authors ask by an instruction, in `--template`; else the checkpoint's chat template asks.
+    places: Mapping[str, Place] = field(default_factory=dict)
     pixels: int | None = None  # area of every image
     text_positions: bool = False  # its images had the positions of text
     model_types: Sequence[str] = ()  # of the backbones that its authors compute so; empty for any
@@ -114,7 +123,12 @@ class PublishedLayout:
     @property
     def tokens(self) -> list[str]:
         """The reward tokens; the authors add them to the tokenizer in this order."""
-        return list(dict.fromkeys(output.token for output in self.outputs.values() if output.token))
+        return list(dict.fromkeys(place.token for place in self.places.values()))
+
+    @property
+    def heads(self) -> list[str | None]:
+        """The groups in the names of the head's weights, of each head that the outputs have."""
+        return list(dict.fromkeys(place.head for place in self.places.values())) or [None]
 
     def matches(self, name: str) -> re.Match[str] | None:
         """Return the match of a weight's name, if it is one of the head's."""
@@ -127,7 +141,7 @@ VALUE_HEAD = PublishedLayout(
     "TRL, AutoModelForCausalLMWithValueHead; LLaMA-Factory ff6d4d1, train/rm/trainer.py",
     bias=True,
 )
-# Two numbers at the token: the score μ, then log σ.
+# Two numbers at the token: μ and log σ, as those of a Gaussian output.
 RANKNET = PublishedLayout(
     "",
     rf"rm_head\.(?P<layer>\d+)\.{KIND}",
@@ -135,8 +149,8 @@ RANKNET = PublishedLayout(
     "relu",
     layers=["0", "3", "5"],
     bias=True,
-    rows=[2],
-    asked=True,
+    outputs=Outputs((Output("mu", "gaussian"),)),
+    places={"mu": Place("<|Reward|>")},
     pixels=256 * 28 * 28,
     text_positions=True,
 )
@@ -146,7 +160,8 @@ EDIT = replace(
     head=rf"rm_heads\.(?P<head>\w+)\.(?P<layer>\d+)\.{KIND}",
     source="TIGER-AI-Lab/EditReward edb027e, model/qwen2_5_vl_trainer.py",
     ids=["editreward"],
-    outputs={"following": Output("<|Reward|>", "head_0"), "quality": Output("<|Reward|>", "head_1")},
+    outputs=Outputs(tuple(Output(name, "gaussian", weight=0.5, apart=True) for name in ("following", "quality"))),
+    places={"following": Place("<|Reward|>", "head_0"), "quality": Place("<|Reward|>", "head_1")},
     model_types=["qwen2_5_vl"],
 )
 LAYOUTS = (
@@ -174,7 +189,6 @@ LAYOUTS = (
         name="hpsv3",
         source="the package hpsv3 of MizzenAI; arXiv:2508.03789",
         ids=["hpsv3"],
-        outputs={"mu": Output("<|Reward|>")},
         model_types=["qwen2_vl"],
         base="Qwen/Qwen2-VL-7B-Instruct",
     ),
@@ -194,10 +208,9 @@ LAYOUTS = (
         rf"rm_head\.{KIND}",
         "KwaiVGI/VideoAlign 219ab9d, trainer.py and inference.py",
         bias=False,
-        rows=[1, 3],
         ids=["videoreward", "videoalign"],
-        outputs={name: Output(f"<|{name}_reward|>") for name in ("VQ", "MQ", "TA")},
-        asked=True,
+        outputs=Outputs(tuple(Output(name, apart=True) for name in ("VQ", "MQ", "TA"))),
+        places={name: Place(f"<|{name}_reward|>") for name in ("VQ", "MQ", "TA")},
         text_positions=True,
         model_types=["qwen2_vl"],
         base="Qwen/Qwen2-VL-2B-Instruct",

@@ -37,7 +37,7 @@ from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import relies_on
 from vlmrm.modeling.experts import tokens_of_vision_experts, touch_vision_experts
 from vlmrm.modeling.families import BY_MODEL_TYPE, Family, existing_parts, family_of
-from vlmrm.modeling.head import Float32Linear, Head
+from vlmrm.modeling.head import Float32Linear, Head, at_branches
 from vlmrm.modeling.vision import (
     EncoderOutput,
     Features,
@@ -139,17 +139,18 @@ class RewardModel(PreTrainedModel):
         branch_ends: torch.Tensor | None = None,
         **inputs: Any,
     ) -> SequenceClassifierOutputWithPast:
-        """Return `logits[N, C]`, float32, the columns of `outputs` per row of `input_ids[B, T]` or `branch_ends[N]`.
+        """Return `logits[N, C]`, float32, the columns of `outputs` per conversation: a row of `input_ids[B, T]`.
 
         `attention_mask[B, T]` is 1 for tokens and 0 for padding on either side; without it there is no padding.
         `branch_ends` are the positions of the last tokens of the branches packed into one row, [1, T]; then the mask
-        may be anything that the backbone takes. `inputs` are those of `hidden_states`.
+        may be anything that the backbone takes. Outputs that are apart have a branch each. `inputs`: `hidden_states`.
         """
         inputs = {name: value for name, value in inputs.items() if value is not None}
         # A key-value cache, on by default, would turn off the library's detection of packed rows.
         inputs |= {"use_cache": False, "return_dict": True}
         hidden = self.hidden_states(input_ids=input_ids, attention_mask=attention_mask, **inputs)
-        return SequenceClassifierOutputWithPast(logits=self.head(self.pool(hidden, attention_mask, branch_ends)))
+        logits = at_branches(self.outputs, self.head(self.pool(hidden, attention_mask, branch_ends)))
+        return SequenceClassifierOutputWithPast(logits=logits)
 
     def hidden_states(self, media: Media | None = None, **inputs: Any) -> torch.Tensor:
         """Return the backbone's last hidden states [B, T, H].
@@ -166,8 +167,7 @@ class RewardModel(PreTrainedModel):
             raise ConfigError(
                 f"{self.family.name} does not take images and videos in one batch: train and score them apart."
             )
-        if media is None:
-            media = self._media_of(inputs)
+        media = self._media_of(inputs) if media is None else media
         if self.vision_cache is not None:
             # Here, not where features are cached: ranks with a batch of texts must take part too.
             self.identify_vision(self.vision_cache)

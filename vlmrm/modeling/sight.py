@@ -19,7 +19,7 @@ from vlmrm.conversation import Conversation, Image, Message
 from vlmrm.errors import CheckpointError, ConfigError, RowError, first_line
 from vlmrm.modeling.attention import attention_of, not_shared, padded_batcher, share, use_attention
 from vlmrm.modeling.reward_model import RewardModel
-from vlmrm.rendering import Rendered, Renderer
+from vlmrm.rendering import Rendered, Renderer, branches_of
 
 # What a library raises that was made for other calls; a checkpoint unlike those tested may do so.
 PROGRAM_ERRORS = (
@@ -56,9 +56,11 @@ def prove_sight(
     """
     gradient = Pillow.linear_gradient("L").resize((SIDE, SIDE)).convert("RGB")
     inverted = ImageOps.invert(gradient.transpose(Pillow.Transpose.TRANSPOSE))
-    renderer = Renderer(processor)
+    renderer = Renderer(processor, branches=model.outputs.branches)
     try:
-        pairs = [[_rendered(renderer, image, answer) for answer in ANSWERS] for image in (gradient, inverted)]
+        pairs = [
+            branches_of(_rendered(renderer, image, answer) for answer in ANSWERS) for image in (gradient, inverted)
+        ]
     except RowError as error:
         raise CheckpointError(f"{name} cannot be shown an image: {error}; see its processor.") from error
     run = run or (lambda inputs: model(**to_device(inputs, model.device)))

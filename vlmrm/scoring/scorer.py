@@ -59,7 +59,8 @@ class LocalScorer:
         shown = DataArguments().as_trained(loaded.info)
         self.cache = ByteCache(cache_bytes)
         store = MediaCache(self.cache) if cache_bytes else None
-        self.renderer = renderer(loaded.processor, MediaLimits.of(shown), store, by_content=store is not None)
+        options = {"by_content": store is not None, "branches": loaded.model.outputs.branches}
+        self.renderer = renderer(loaded.processor, MediaLimits.of(shown), store, **options)
         collator = ComparisonCollator(
             self.renderer,
             batcher_for(loaded.model, loaded.processor, batching),

@@ -377,7 +377,7 @@ def survey_collator(arguments: RunArguments, processor: Any) -> ComparisonCollat
     model, data = arguments.model, arguments.data
     config = read_config(model.model_name_or_path, model.model_revision, arguments.training.trust_remote_code)
     return ComparisonCollator(
-        Renderer(processor, MediaLimits.of(data)),
+        Renderer(processor, MediaLimits.of(data), branches=data.named_outputs.branches),
         PaddedBatcher.for_processor(processor),
         max_seq_length=sequence_limit(config, data.max_seq_length),
         overlong=data.overlong,
@@ -394,7 +394,7 @@ def build_collator(keys: RunArguments, model: RewardModel, processor: Any, train
         donors = None if data.streaming else train_dataset
         irrelevant = IrrelevantQueries(args.num_irrelevant_pairs, args.seed, donors)
     return ComparisonCollator(
-        Renderer(processor, MediaLimits.of(data)),
+        Renderer(processor, MediaLimits.of(data), branches=data.named_outputs.branches),
         batcher_for(model, processor, keys.model.batching),
         max_seq_length=sequence_limit(model.config, data.max_seq_length),
         max_tokens_per_batch=keys.model.max_tokens_per_batch,

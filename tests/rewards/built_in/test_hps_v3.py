@@ -38,7 +38,7 @@ def test_the_reward_is_mu_alone_and_in_company(reward, published, pictures):
         found = reward(batch_size=size)(prompt=cases.PROMPTS, image=pictures)
         assert np.allclose(found.total(), published.expected, rtol=0, atol=2e-6)
         logs = [found.info["default"][place]["log_sigma"] for place in range(2)]
-        assert np.allclose(logs, published.log_sigma, rtol=0, atol=2e-6)
+        assert np.allclose(np.exp(logs), published.outputs["mu_deviation"], rtol=0, atol=2e-6)
     assert np.ptp(published.expected.tolist()) > 1e-3
 
 

@@ -15,27 +15,25 @@ PROMPTS = cases.PROMPTS
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    return cases.video_aligns(tmp_path_factory.mktemp("video-align"))
+    return cases.video_align(tmp_path_factory.mktemp("video-align"))
 
 
 @pytest.fixture(scope="module")
 def clips(published):
     """Of two seconds, at two frames a second, all of which are taken."""
-    return [answer["content"][0]["video"] for _, answer in published["VQ"].conversations]
+    return [answer["content"][0]["video"] for _, answer in published.conversations]
 
 
 @pytest.fixture(scope="module")
 def expected(published):
     """The normalised dimensions [N, 3]."""
-    raw = {name: published[name].expected.numpy() for name in cases.OUTPUTS}
-    return np.stack([(raw[n] - cases.NORM[f"{n}_mean"]) / cases.NORM[f"{n}_std"] for n in cases.OUTPUTS], axis=1)
+    return np.stack([published.outputs[name].numpy() for name in cases.OUTPUTS], axis=1)
 
 
 @pytest.fixture
 def reward(published):
-    of = published["VQ"]
-    places = {"model_name_or_path": of.source, "base_name_or_path": of.options["base"]}
-    places["template_file"] = of.options["template"]
+    places = {"model_name_or_path": published.source, "base_name_or_path": published.options["base"]}
+    places["template_file"] = published.options["template"]
 
     def make(**settings) -> RewardSet:
         common = {"reward_model": "VideoAlign", "video_fps": 2, "dtype": "float32", "device": "cpu"}

@@ -111,15 +111,20 @@ class OpenCheckpoint:
 def engine_for(loaded: LoadedReward, run: SweepRun, limits: Mapping[str, str]) -> Engine:
     """Return the engine of a model, which is shown rows as in its training unless the data keys say otherwise."""
     args, data_args = run.args, run.data_args.as_trained(loaded.info)
-    media_limits = MediaLimits.of(data_args)
+    media_limits, outputs = MediaLimits.of(data_args), loaded.model.outputs
     collator = ComparisonCollator(
-        Renderer(loaded.processor, media_limits, run.store(loaded.processor, media_limits)),
+        Renderer(
+            loaded.processor,
+            media_limits,
+            run.store(loaded.processor, media_limits),
+            branches=outputs.branches,
+        ),
         batcher_for(loaded.model, loaded.processor, args.batching),
         max_seq_length=sequence_limit(loaded.model.config, data_args.max_seq_length),
         max_tokens_per_batch=args.max_tokens_per_batch,
         overlong=data_args.overlong,
         bad_rows=data_args.bad_rows,
         interventions={name: INTERVENTIONS[name] for name in args.interventions if name not in limits},
-        outputs=loaded.model.outputs,
+        outputs=outputs,
     )
     return Engine(loaded.model, collator)
