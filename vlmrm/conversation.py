@@ -301,6 +301,7 @@ class Comparison:
     judgements: tuple[Judgement, ...] = ()  # empty when the answers are only to be scored
     category: str | None = None  # groups results, as do `columns`
     columns: Mapping[str, str | int | float | bool] = field(default_factory=dict)  # the remaining scalars of the row
+    critiques: tuple[str | None, ...] = ()  # a text about each answer, where the training asks for them
 
     def __post_init__(self):
         object.__setattr__(self, "prompt", tuple(self.prompt))

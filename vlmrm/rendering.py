@@ -83,6 +83,7 @@ class Rendered:
     media: tuple[ProcessedMedia, ...] = ()
     prompt: int = 0  # the number of tokens before the answer; 0 where nobody asked
     others: tuple[Rendered, ...] = ()  # the conversation in the model's further branches
+    taught: int = 0  # how many of its last tokens are a critique, which the model learns to write
 
     def __len__(self) -> int:
         """Return the number of tokens of its longest branch."""

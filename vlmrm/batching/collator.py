@@ -16,7 +16,7 @@ A batch is a dictionary that the trainer moves to the device as it is:
     dropped  (index, error) of each row left out; the error names the row
 
 In a part the scores of the comparisons' own branches come first, in order, then those of altered comparisons, then
-those of irrelevant queries.
+those of irrelevant queries and those of critiques, which nothing compares.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ import math
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypedDict
 
+import numpy as np
 import torch
 
 from vlmrm.batching.media import join
@@ -101,6 +102,7 @@ class PaddedBatcher:
         if self.positions is not None:
             axes = zip(*(self.positions(item).tolist() for item in rendered), strict=True)
             inputs["position_ids"] = torch.stack([_pad(rows, length, 0) for rows in axes])
+        inputs |= taught_tokens(rendered, lambda row: length * row + np.arange(len(rendered[row].input_ids)))
         return inputs | join([medium for item in rendered for medium in item.media])
 
     def split(self, units: Sequence[Unit], budget: int) -> list[list[int]]:
@@ -124,6 +126,18 @@ class PaddedBatcher:
 
     def size(self, rendered: Sequence[Rendered]) -> int:
         return max(map(len, rendered)) * len(rendered) + sum(map(_patches, rendered))
+
+
+def taught_tokens(rendered: Sequence[Rendered], places: Callable[[int], np.ndarray]) -> dict[str, torch.Tensor]:
+    """Return the tokens of critiques, `taught_ids` [M], and where the token before each stands, `taught_places`.
+
+    `places` are those of a conversation's tokens, by its number.
+    """
+    before = [places(i)[-1 - item.taught : -1] for i, item in enumerate(rendered) if item.taught]
+    ids = [token for item in rendered if item.taught for token in item.input_ids[-item.taught :]]
+    if not before:
+        return {}
+    return {"taught_places": torch.from_numpy(np.concatenate(before)), "taught_ids": torch.tensor(ids)}
 
 
 def _patches(item: Rendered) -> int:
@@ -180,6 +194,7 @@ KILLED_WORKER = (
 )
 IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process")  # how torch begins the error of a worker
 
+CRITICISE = "Criticise the answer."  # the turn before a critique
 # Stands in for a batch whose rows were all dropped: every rank must run its step, or the others would wait for it.
 PLACEHOLDER = Conversation((Message.of("user", "-"),))
 
@@ -194,6 +209,7 @@ class ComparisonCollator:
     max_tokens_per_batch: int | None = None
     overlong: str | None = None  # drop
     bad_rows: str = "error"
+    critiques: bool = False  # whether the comparisons' are taught
     irrelevant: IrrelevantQueries | None = None
     outputs: Outputs = ONE
     # By name, what to score beside a comparison. Rows with a key `sampled` are altered, and may have `donors`.
@@ -211,6 +227,7 @@ class ComparisonCollator:
                 if isinstance(comparison, RowError):
                     raise comparison
                 unit = _RenderedComparison(row["index"], comparison, self._render(comparison, cache))
+                unit.critiques = self._critiques(comparison, cache) if self.critiques else []
                 if "sampled" in row:
                     unit.altered = self._alter(row, cache)
                 units.append(unit)
@@ -254,6 +271,7 @@ class ComparisonCollator:
         for better, worse, weight in (pair for unit in units for pair in unit.irrelevant):
             pairs.append((len(rendered), len(rendered) + 1, 0.0, weight, True, True, False, 0, math.nan))
             rendered += [better, worse]
+        rendered += [item for unit in units for item in unit.critiques]
         columns = list(zip(*pairs, strict=True)) or [()] * len(PAIR_TYPES)
         return {
             # `split` keeps several units within the budget: only one that is alone can be over it.
@@ -317,6 +335,18 @@ class ComparisonCollator:
                 "its answers differ only past max_seq_length: raise it or lower max_pixels", comparison.id
             )
         return branches
+
+    def _critiques(self, comparison: Comparison, cache: dict[str, ProcessedMedia]) -> list[Rendered]:
+        """Return the conversations that go on from an answer to its critique."""
+        written = []
+        for answer, critique in zip(comparison.answers, comparison.critiques, strict=False):
+            if critique:
+                turns = Message.of("user", CRITICISE), Message.of("assistant", critique)
+                conversation = Conversation((*comparison.prompt, *answer, *turns))
+                rendered = self.fit(conversation, cache, comparison.id)
+                before = self.renderer.prompt_tokens(conversation, rendered)
+                written.append(replace(rendered, taught=len(rendered.input_ids) - before))
+        return written
 
     def _alter(self, row: Mapping[str, Any], cache: dict[str, ProcessedMedia]) -> dict[str, list[Rendered]]:
         """Return the conversations of each intervention that applies to this row and fits."""
@@ -388,10 +418,12 @@ class _RenderedComparison:
     branches: list[Rendered]
     irrelevant: list[tuple[Rendered, Rendered, float]] = field(default_factory=list)
     altered: dict[str, list[Rendered]] = field(default_factory=dict)
+    critiques: list[Rendered] = field(default_factory=list)
 
     def conversations(self) -> list[Rendered]:
         irrelevant = [item for better, worse, _ in self.irrelevant for item in (better, worse)]
-        return [*self.branches, *(item for items in self.altered.values() for item in items), *irrelevant]
+        altered = [item for items in self.altered.values() for item in items]
+        return [*self.branches, *altered, *irrelevant, *self.critiques]
 
 
 def _same(a: Rendered, b: Rendered) -> bool:

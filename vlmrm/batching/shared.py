@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vlmrm.batching.collator import Unit
+from vlmrm.batching.collator import Unit, taught_tokens
 from vlmrm.batching.media import Media, distinct_media, join, placeholders_in
 from vlmrm.batching.pieces import cheapest_runs, shared_costs
 from vlmrm.batching.tree import Segment, Tree, common_prefix, grow, grow_after, sort_key, tokens_after
@@ -174,7 +174,7 @@ class PackedLayout:
         return max(self._lengths()[1])
 
     def ends(self, device: torch.device) -> torch.Tensor:
-        """Return the positions of the conversations' last tokens [N], each once, in row order."""
+        """Return the positions of the conversations' last tokens, and of others that are read, each once, in order."""
         if self._ends is None or self._ends.device != device:
             self._ends = on_device(torch.tensor(self.last_tokens), device)
         return self._ends
@@ -358,6 +358,14 @@ class SharedBatcher:
         types = torch.tensor([[kind for item, part in parts for kind in item.type_ids[part]]])
         row = torch.cat([positions[s.sequence][:, s.begin : s.end] for s in computed], 1)
         lasts = np.cumsum([0 if segment.held else len(segment) for segment in tree.segments]) - 1
+        starts = lasts + 1 - [len(segment) for segment in tree.segments]
+        layout = PackedLayout.of(tree)
+
+        def places(i: int) -> np.ndarray:
+            return np.concatenate([np.arange(starts[s], lasts[s] + 1) for s in tree.path(tree.ends[i])])
+
+        if taught := taught_tokens(rendered, places):
+            layout.last_tokens = sorted({*layout.last_tokens, *taught["taught_places"].tolist()})
         return {
             "input_ids": ids,
             # Without a mask, transformers would take each restart of the positions for another document.
@@ -365,7 +373,8 @@ class SharedBatcher:
             "position_ids": row[:, None] if len(row) > 1 else row,
             **dict.fromkeys(self.type_names, types),
             "branch_ends": torch.from_numpy(lasts[tree.ends]),
-            "layout": PackedLayout.of(tree),
+            "layout": layout,
+            **taught,
             "media": self._media(rendered, computed, keyed),
         }
 

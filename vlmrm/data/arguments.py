@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
-from vlmrm.data.columns import Columns, parse_columns, parse_names, read_columns
+from vlmrm.data.columns import CRITIQUE, Columns, parse_columns, parse_names, read_columns
 from vlmrm.errors import ConfigError
 from vlmrm.formats.verdicts import FIGURES
 from vlmrm.outputs import Outputs
@@ -79,6 +80,11 @@ class DataArguments:
             "help": "Weights of outputs in the one number of the model, as NAME=WEIGHT. Default: the first alone.",
         },
     )
+    critique_weight: float = key(
+        0.0,
+        "Weight of the loss by which the model also learns to write the column `critique`: of one answer a text, of "
+        "several a list with one for each. The score does without it.",
+    )
     images: str | None = key(
         None,
         "`required`: a row without an image or video is wrong; `none`: a row with one is. Default: both are right.",
@@ -118,6 +124,11 @@ class DataArguments:
         """The outputs of the model that is trained or judged."""
         return Outputs.parse(*(cast(Any, it) for it in (self.outputs, self.total)))
 
+    @property
+    def critiques(self) -> frozenset[str]:
+        """The column of critiques, where they are read."""
+        return frozenset({CRITIQUE} if self.critique_weight else ())
+
     def input_record(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of `INPUT_KEYS`; lengths only where longer answers have a score, trimmed."""
         kept = [name for name in INPUT_KEYS if name not in ("max_seq_length", "overlong") or self.overlong == "trim"]
@@ -140,9 +151,11 @@ class DataArguments:
     def __post_init__(self):
         self.outputs, self.total = (parse_names(key, getattr(self, key)) for key in ("outputs", "total"))
         names = self.named_outputs.named
-        if both := sorted(names & (read_columns() - FIGURES)):
+        if both := sorted(names & (read_columns() - FIGURES | self.critiques)):
             raise ConfigError(f"an output is called {both[0]}, a column of docs/data.md: give it another name.")
-        self.columns = parse_columns(self.columns, names)
+        self.columns = parse_columns(self.columns, names | self.critiques)
+        if not 0 <= self.critique_weight < math.inf:
+            raise ConfigError(f"critique_weight is {self.critique_weight}: it must be at least 0.")
         # YAML users write one path as a plain string.
         for name in ("dataset_path", "eval_dataset_path", "path_rewrites"):
             if isinstance(getattr(self, name), str):

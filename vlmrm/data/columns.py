@@ -14,6 +14,7 @@ from vlmrm.settings import did_you_mean
 # The only column of a line that could not be parsed, with the reason; empty in the rows of its table that could.
 MALFORMED = "$malformed"
 SPECIAL = frozenset({"id", "margin", "weight", "tie", "category", "judgements"})  # read in every layout
+CRITIQUE = "critique"  # a text about each answer, read where the training learns them
 WRITE = "write columns as images=file_name prompt=query"
 IGNORE = "ignore"  # the name of columns that are not read at all
 

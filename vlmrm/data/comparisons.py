@@ -84,7 +84,8 @@ def load_comparisons(
         rows[0]["comparison"].pairs()
     """
     layouts = LAYOUTS_TO_SCORE if arguments.named_outputs.named else LAYOUTS
-    read = partial(read_row, images=arguments.images, outputs=arguments.named_outputs)
+    keys = {"images": arguments.images, "critiques": bool(arguments.critique_weight)}
+    read = partial(read_row, outputs=arguments.named_outputs, **keys)
     groups = open_groups(paths, split, arguments, streaming, read, layouts)
     if streaming:
         return stream_comparisons(
@@ -108,7 +109,7 @@ def open_groups(
     """
     opened = load_sources(paths, split, streaming, arguments.bad_rows, arguments.column_names, layouts)
     groups = [with_path_rules(sources, arguments) for sources in opened]
-    named = arguments.named_outputs.named
+    named = arguments.named_outputs.named | arguments.critiques
     for group in groups:
         checked: set[frozenset[str]] = set()
         for source, rule in group:

@@ -25,7 +25,7 @@ from vlmrm.conversation import (
     text_of,
     with_article,
 )
-from vlmrm.data.columns import IGNORE, MALFORMED, SPECIAL
+from vlmrm.data.columns import CRITIQUE, IGNORE, MALFORMED, SPECIAL
 from vlmrm.data.media import BASE64_STARTS, IMAGE_SUFFIXES, VIDEO_SUFFIXES, media_key, media_name
 from vlmrm.errors import DataError, RowError, UnreadColumnError, or_error
 from vlmrm.formats import LAYOUTS, LAYOUTS_TO_SCORE, detect_layout
@@ -42,14 +42,28 @@ JUDGEMENT = tuple(it.name for it in fields(Judgement))
 
 
 def read_row(
-    row: Mapping[str, Any], row_id: str, resolve: Resolve, images: str | None = None, outputs: Outputs | None = ONE
+    row: Mapping[str, Any],
+    row_id: str,
+    resolve: Resolve,
+    images: str | None = None,
+    outputs: Outputs | None = ONE,
+    critiques: bool = False,
 ) -> Comparison:
     """Return the judgements of a row; `images` refuses one without media (`required`) or with any (`none`).
 
     Columns called like one of `outputs` hold values of its answers. What trains none of these is refused, unless None.
+    With `critiques` the column `critique` is read.
     """
+    critique = row.get(CRITIQUE) if critiques else None
+    row = {name: value for name, value in row.items() if name != CRITIQUE} if critiques else row
     layouts = LAYOUTS_TO_SCORE if outputs is not None and outputs.named else LAYOUTS
     comparison = _read(row, row_id, resolve, layouts, True, outputs)
+    if critique is not None:
+        texts = (critique,) if isinstance(critique, str) else tuple(critique)
+        if len(texts) != len(comparison.answers) or not all(isinstance(it, str | None) for it in texts):
+            count = len(comparison.answers)
+            raise RowError(f"`{CRITIQUE}` is no text for each of {count} answers: write a list of them", comparison.id)
+        comparison = replace(comparison, critiques=texts)
     media = [medium for talk in comparison.conversations() for medium in media_of(talk.messages)] if images else []
     if images is None or bool(media) == (images == "required"):
         return comparison

@@ -21,6 +21,7 @@ NOT_EVALUATED = {
     "max_train_samples": "give max_eval_samples",
     "streaming": "remove it, a sweep reads its rows once for each checkpoint",
     "shuffle_buffer": "remove it, nothing is streamed",
+    "critique_weight": "remove it, critiques are trained on",
 }
 # Keys that apply to data sets, not to a benchmark.
 NOT_OF_A_BENCHMARK = ("dataset_split", "dataset_weights", "eval_fraction", "columns", "images")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from vlmrm.errors import CheckpointError, first_line
+from vlmrm.errors import CheckpointError, ConfigError, first_line
 from vlmrm.files import load_torch
 from vlmrm.libraries import hub_answers
 from vlmrm.modeling.manifest import (
@@ -261,6 +261,20 @@ class StoredWeights:
                 raise CheckpointError(f"{file} has {name} a second time: leave one file of the two in the folder.")
             else:
                 self.readers[name] = read
+
+
+def read_language_head(path: str | Path, config: Any, revision: str | None = None) -> Tensor:
+    """Return the head [V, H] of the language model at `path`, whose configuration is `config`."""
+    text = config.get_text_config()
+    scaled = [it for it in ("final_logit_softcapping", "logits_scaling", "logit_scale") if getattr(text, it, None)]
+    if scaled:
+        raise ConfigError(f"critique_weight: {path} has {scaled[0]}, which is not learned by: remove the key.")
+    readers = StoredWeights(*weight_files(local_copy(path, revision))).readers
+    tied = getattr(text, "tie_word_embeddings", False) or config.tie_word_embeddings
+    for end in ("lm_head.weight", *(["embed_tokens.weight"] if tied else [])):
+        if name := next((it for it in readers if it.endswith(end)), None):
+            return readers[name]()
+    raise CheckpointError(f"critique_weight: {path} has no language head: start from a model that writes.")
 
 
 def _readers(file: Path) -> dict[str, Reader]:

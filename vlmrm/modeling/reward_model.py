@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
@@ -62,6 +63,8 @@ relies_on(
 )
 relies_on(PreTrainedModel._set_gradient_checkpointing, "gradient_checkpointing_func")
 
+LOGITS = 512  # tokens whose logits over the vocabulary are in memory at a time
+
 
 class RewardModel(PreTrainedModel):
     """Turns a `<Arch>PreTrainedModel` into an `<Arch>ForSequenceClassification` whose logits are scores.
@@ -80,6 +83,8 @@ class RewardModel(PreTrainedModel):
     # A blank image. Run the tower in every batch, with or without images, so that all ranks gather and reduce the same
     # weights in the same order. Training sets it.
     touch_vision: Any = None
+    # The head of the language model [V, H], frozen, where the training has critiques; no file of the model has it.
+    language_head: torch.Tensor | None
     # Whether FSDP2 shares out the weights: ranks gather those of a layer together, as under ZeRO-3. Training sets it.
     sharded = False
     # Whether inputs of checkpointed layers must need gradients: the layers themselves are frozen.
@@ -108,6 +113,7 @@ class RewardModel(PreTrainedModel):
         if head.hidden:
             self.score_hidden = head.hidden_layers(width)
         bias = head.bias or any(output.rates for output in self.outputs)  # of pairs only differences mean something
+        self.register_buffer("language_head", None, persistent=False)
         self.score = Float32Linear([width, *head.hidden][-1], self.outputs.columns, bias=bias)
         touch_vision_experts(self)
         towers = existing_parts(self.model, self.family.towers)
@@ -137,6 +143,8 @@ class RewardModel(PreTrainedModel):
         input_ids: torch.Tensor | None = None,
         attention_mask: Any = None,
         branch_ends: torch.Tensor | None = None,
+        taught_places: torch.Tensor | None = None,
+        taught_ids: torch.Tensor | None = None,
         **inputs: Any,
     ) -> SequenceClassifierOutputWithPast:
         """Return `logits[N, C]`, float32, the columns of `outputs` per conversation: a row of `input_ids[B, T]`.
@@ -144,13 +152,31 @@ class RewardModel(PreTrainedModel):
         `attention_mask[B, T]` is 1 for tokens and 0 for padding on either side; without it there is no padding.
         `branch_ends` are the positions of the last tokens of the branches packed into one row, [1, T]; then the mask
         may be anything that the backbone takes. Outputs that are apart have a branch each. `inputs`: `hidden_states`.
+        `loss` is the `language_loss` of `taught_ids` [M], the tokens after `taught_places` in the batch as one row.
         """
         inputs = {name: value for name, value in inputs.items() if value is not None}
         # A key-value cache, on by default, would turn off the library's detection of packed rows.
         inputs |= {"use_cache": False, "return_dict": True}
         hidden = self.hidden_states(input_ids=input_ids, attention_mask=attention_mask, **inputs)
         logits = at_branches(self.outputs, self.head(self.pool(hidden, attention_mask, branch_ends)))
-        return SequenceClassifierOutputWithPast(logits=logits)
+        loss = None
+        if taught_ids is not None and taught_places is not None and torch.is_grad_enabled():
+            loss = self.language_loss(hidden.flatten(0, 1)[taught_places], taught_ids)
+        return SequenceClassifierOutputWithPast(loss=loss, logits=logits)
+
+    def language_loss(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Return the summed cross entropy, at least float32, of tokens `ids` [M] that `hidden` [M, H] foretell."""
+        head = self.language_head
+        assert head is not None
+
+        def of(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            logits = nn.functional.linear(states.to(head.dtype), head)
+            exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return nn.functional.cross_entropy(exact, tokens, reduction="sum")
+
+        pieces = zip(hidden.split(LOGITS), ids.split(LOGITS), strict=True)
+        # Computed again in the backward pass: a vocabulary's logits are more than all other activations.
+        return torch.stack([checkpoint(of, *piece, use_reentrant=False) for piece in pieces]).sum()
 
     def hidden_states(self, media: Media | None = None, **inputs: Any) -> torch.Tensor:
         """Return the backbone's last hidden states [B, T, H].

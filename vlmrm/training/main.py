@@ -117,12 +117,16 @@ class Run:
     def open(self, make: Callable[..., Any] = ComparisonTrainer, **more: Any) -> None:
         """Open data and model, and `make` the trainer, a `ComparisonTrainer`, with them and `more`."""
         from vlmrm.modeling import lora_config
+        from vlmrm.modeling.published_weights import read_language_head
 
         keys, args = self.model_args, self.args
         train_dataset, eval_dataset = load_train_and_eval(self.data_args)
         # Before weights are read.
         from_first_rank(lambda: check_data(self.keys, self.processor, train_dataset, eval_dataset))
         model = build_model(keys, args, self.processor, self.data_args.named_outputs)
+        if self.data_args.critique_weight:
+            head = read_language_head(keys.model_name_or_path, model.config, keys.model_revision)
+            model.language_head = head.to(model.score.weight.device)
         if eval_dataset is not None and self.data_args.eval_fraction and args.process_index == 0:
             from vlmrm.data.canonical import write_held_out
 
@@ -140,6 +144,7 @@ class Run:
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             peft_config=lora_config(keys, model) if keys.use_peft else None,
+            critique_weight=self.data_args.critique_weight,
             save_extras=partial(self._save_extras, head=model.config.reward_head),
             **more,
         )
@@ -382,6 +387,7 @@ def survey_collator(arguments: RunArguments, processor: Any) -> ComparisonCollat
         max_seq_length=sequence_limit(config, data.max_seq_length),
         overlong=data.overlong,
         bad_rows=data.bad_rows,
+        critiques=bool(data.critique_weight),
         outputs=data.named_outputs,
     )
 
@@ -400,6 +406,7 @@ def build_collator(keys: RunArguments, model: RewardModel, processor: Any, train
         max_tokens_per_batch=keys.model.max_tokens_per_batch,
         overlong=data.overlong,
         bad_rows=data.bad_rows,
+        critiques=bool(data.critique_weight),
         irrelevant=irrelevant,
         outputs=data.named_outputs,
     )

@@ -68,7 +68,9 @@ class TrainingStep:
         autocast: Callable[[], AbstractContextManager[Any]],
         prepare: Callable[[Inputs], Inputs],
         collator: ComparisonCollator,
+        critique_weight: float = 0.0,
     ):
+        self.critique_weight = critique_weight
         self.args, self.accelerator = args, accelerator
         self.autocast, self.prepare, self.collator = autocast, prepare, collator
         self.operations = Operations(model) if data_sheet_rate(args.device) else None
@@ -91,12 +93,12 @@ class TrainingStep:
     def __call__(self, model: nn.Module, parts: Sequence[Part], totals: torch.Tensor, number: int) -> torch.Tensor:
         """Return this rank's share of the loss of step `number`; its gradient is reduced with the last forward.
 
-        `totals` are the step's `judged_weights`, over all ranks.
+        `totals` are the step's `judged_weights`, and its tokens of critiques, over all ranks.
         """
         # Each forward waits for all ranks, so ranks with fewer run empty ones.
         ahead, behind = self.missing(parts)  # forwards ahead of the passes, without a graph, and the passes' own
         empty = [self.collator.empty_part() for _ in range(max(ahead, behind))]
-        loss, score = partial(self._loss, totals=totals), partial(self._score, model)
+        loss, score = partial(self._loss, totals=totals[:-1]), partial(self._score, model)
         every = [*parts, *empty[:behind]]
         passes = [each for part in every for each in passes_of(part, loss, score, self.args.device)]
         for part in empty[:ahead]:
@@ -114,13 +116,17 @@ class TrainingStep:
         with self._reducing(model, last), state.again() if state else nullcontext():
             with self.autocast():
                 with self._routers.watching(inputs) as decisions, self._counted():
-                    scores = model(**inputs).logits
-                loss = each.loss(scores)
+                    output = model(**inputs)
+                loss = each.loss(output.logits)
+                if output.loss is not None:
+                    critiques = self.critique_weight * output.loss / totals[-1].clamp_min(1)
+                    self.figures.beside["loss_critique"].append(critiques.detach())
+                    loss = loss + critiques
                 if coefficient := self.args.router_aux_loss_coef:
                     # A mean over the step's forwards, each with the weight of its pairs.
-                    total = totals.sum().clamp_min(torch.finfo(torch.float32).tiny)
+                    total = totals[:-1].sum().clamp_min(torch.finfo(torch.float32).tiny)
                     balance = coefficient * each.weight.to(total.device) / total * balance_loss(decisions)
-                    self.figures.balance.append(balance.detach())
+                    self.figures.beside["loss_router"].append(balance.detach())
                     loss = loss + balance
             # Each rank's loss is its share of the step's mean, to be summed, but DDP averages gradients over ranks.
             loss = loss * self.accelerator.num_processes
@@ -248,7 +254,7 @@ class RandomState:
 # Names are TRL's where TRL has one.
 SUMMED = (
     *("pairs", "correct", "margin", "rewards", "reward", "irrelevant_pairs", "irrelevant_margin"),
-    *("loss_router", "dropped_rows", "operations"),
+    *("loss_router", "loss_critique", "dropped_rows", "operations"),
 )
 PER_PAIR = {"accuracy": "correct", "margin": "margin"}
 
@@ -267,7 +273,10 @@ class StepFigures:
         self.steps = self.tokens = self.pairs = 0
         self.waited = 0.0  # seconds spent waiting for batches
         self.unread: list[torch.Tensor] = []  # of the parts of this step, on the device
-        self.balance: list[torch.Tensor] = []  # losses of routers, likewise
+        self.beside: dict[str, list[torch.Tensor]] = {
+            "loss_router": [],
+            "loss_critique": [],
+        }  # likewise, not of scores
         self.since = time.perf_counter()
 
     def start_step(self, tokens: int, pairs: int) -> None:
@@ -306,8 +315,10 @@ class StepFigures:
                 self.sums[name] += value
             self.lowest, self.highest = min(self.lowest, lowest), max(self.highest, highest)
             losses.append(loss)
-        self.sums["loss_router"] += sum(value.item() for value in self.balance)
-        self.unread, self.balance = [], []
+        for name, values in self.beside.items():
+            self.sums[name] += sum(value.item() for value in values)
+            values.clear()
+        self.unread = []
         return losses
 
     def flush(self, accelerator) -> dict[str, float]:
@@ -329,10 +340,9 @@ class StepFigures:
         if (rate := data_sheet_rate(accelerator.device)) is not None:
             figures["mfu"] = total["operations"] / seconds / rate / accelerator.num_processes
         # Each rank has its share of a step's mean loss, so the shares add up.
-        if len(self._outputs) > 1 or any(
-            total.get(name) for name in ("irrelevant_pairs", "loss_center", "loss_router")
-        ):
-            parts = [name for name in ("loss_router", *self._terms) if total[name] or name != "loss_router"]
+        further = [name for name in self.beside if total[name]]
+        if further or len(self._outputs) > 1 or any(total.get(name) for name in ("irrelevant_pairs", "loss_center")):
+            parts = [*further, *self._terms]
             figures |= {name: total[name] / max(self.steps, 1) for name in parts}
         if total["irrelevant_pairs"]:
             figures["irrelevant_margin"] = total["irrelevant_margin"] / total["irrelevant_pairs"]

@@ -15,6 +15,7 @@ from vlmrm.batching import ComparisonCollator
 from vlmrm.batching.collator import OverlongError
 from vlmrm.conversation import Comparison, media_of
 from vlmrm.data.check import describe_margins, margins_of
+from vlmrm.data.columns import CRITIQUE
 from vlmrm.data.comparisons import Subject, are_unrelated, iterate_comparisons, split_key, subject
 from vlmrm.data.duplicates import Repeats
 from vlmrm.data.media import media_key
@@ -48,6 +49,7 @@ class Survey:
     repeats: Repeats = field(default_factory=Repeats)
     outputs: Outputs = ONE
     judged: set[str] = field(default_factory=set)  # the names of outputs that a row judges
+    critiques: bool = False  # whether rows' critiques are taught
     subjects: set[Subject] = field(default_factory=set)  # of prompts, until two are `unrelated`
     unrelated: bool = False
 
@@ -70,6 +72,7 @@ class Survey:
             return
         self.margins += margins_of(row)
         self.judged |= {self.outputs.names[self.outputs.index(judgement)] for judgement in row.judgements}
+        self.judged |= {CRITIQUE} if any(row.critiques) else set()
         repeat = self.repeats.find(row)
         self.contradictions += repeat is not None and repeat.contradicts
         if not self.unrelated and row.prompt and (new := subject(row.prompt)) not in self.subjects:
@@ -97,10 +100,10 @@ class Survey:
 
     def remarks(self, irrelevant: bool) -> Iterator[str]:
         """Yield what is odd; where answers train under `irrelevant` prompts, refuse rows of which none has any."""
-        if idle := [name for name in self.outputs.names if name not in self.judged]:
-            reason = (
-                f"no row of {self.looked:,} judges the output {idle[0]}: map its column to this name, or remove it"
-            )
+        wanted = {name: f"judges the output {name}" for name in self.outputs.names}
+        wanted |= {CRITIQUE: "has a critique"} if self.critiques else {}
+        if idle := [said for name, said in wanted.items() if name not in self.judged]:
+            reason = f"no row of {self.looked:,} {idle[0]}: map its column to this name, or remove it"
             if self.rows is not None and self.rows <= LOOKED:
                 raise ConfigError(f"{reason}.")
             yield reason
@@ -126,7 +129,12 @@ def survey(
 ) -> Survey:
     """Look at `LOOKED` rows, and render a random sample of `limit`; of a stream do both with the first `limit`."""
     collator = dataclasses.replace(collator, irrelevant=None)  # it would remember these rows as donors
-    result = Survey(len(dataset) if isinstance(dataset, Sized) else None, trains, outputs=collator.outputs)
+    result = Survey(
+        len(dataset) if isinstance(dataset, Sized) else None,
+        trains,
+        outputs=collator.outputs,
+        critiques=collator.critiques,
+    )
     for position, row, sampled in _rows(dataset, seed, limit):
         if isinstance(row["comparison"], Comparison):
             result.look(row["comparison"])

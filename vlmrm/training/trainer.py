@@ -76,6 +76,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         save_extras,
         callbacks=(),
         peft_config=None,
+        critique_weight: float = 0.0,
         **kwargs,
     ):
         self.preemption, between = PreemptionCallback(), BetweenSteps(self)
@@ -105,7 +106,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             model.sharded = True
         self.processing_class = self.callback_handler.processing_class = processor
         self.collator = collator
-        self.eval_collator = dataclasses.replace(collator, irrelevant=None, interventions=PROBED)
+        self.eval_collator = dataclasses.replace(collator, irrelevant=None, critiques=False, interventions=PROBED)
         self.step = TrainingStep(
             model,
             args,
@@ -113,6 +114,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             autocast=self.compute_loss_context_manager,
             prepare=self._on_device,
             collator=collator,
+            critique_weight=critique_weight,
         )
         self.save_extras = save_extras
         self.row_tally = RowTally()
@@ -164,15 +166,16 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         )
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> torch.Tensor:
-        """Sum the weights of what judges each output in a step, and of irrelevant pairs; its loss is divided by them.
+        """Sum the weights by which a step's loss is divided: of what judges each output, irrelevant pairs, critiques.
 
         They are summed over the accumulated batches and all ranks, in one reduction with the counts for the log.
         """
         outputs = len(self.collator.outputs)
-        judged, counts = torch.zeros(outputs + 1, dtype=torch.float64), torch.zeros(6, dtype=torch.float64)
+        judged, counts = (torch.zeros(number, dtype=torch.float64) for number in (outputs + 2, 6))
         for batch in batch_samples:
             for part in batch["parts"]:
-                judged += judged_weights(part["pairs"], outputs).cpu()
+                judged[:-1] += judged_weights(part["pairs"], outputs).cpu()
+                judged[-1] += sum(len(inputs.get("taught_ids", ())) for inputs in part["inputs"])
                 counts[2] += len(part["rows"]["index"])
                 counts[4:] += torch.tensor(part["cut"])
             counts[:2] += torch.tensor([batch["counts"]["tokens"], batch["counts"]["pairs"]])
@@ -183,12 +186,12 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         if self.accelerator.num_processes > 1:  # alone, the host need not wait for the device
             totals = self.accelerator.reduce(totals.to(device), "sum")
         numbers = totals.tolist()
-        tokens, pairs, rows, dropped, uncut, cut = map(int, numbers[outputs + 1 :])
+        tokens, pairs, rows, dropped, uncut, cut = map(int, numbers[outputs + 2 :])
         self.state.num_input_tokens_seen += tokens
         self.step.figures.start_step(tokens=tokens, pairs=pairs)
         log_cut(uncut, cut, self.collator.max_tokens_per_batch, trained=True)
         self.row_tally.add(rows=rows, dropped=dropped, weight=sum(numbers[: outputs + 1]))
-        return totals[: outputs + 1].to(device)
+        return totals[: outputs + 2].to(device)
 
     def _report_dropped(self, dropped: list[tuple[int, RowError]]) -> None:
         if not dropped:
