@@ -80,6 +80,16 @@ def colour_lists(folder: Path, count: int) -> Path:
     return write_rows(folder / "lists.jsonl", rows)
 
 
+def judged_further(data: Path) -> dict[str, Any]:
+    """Add ratings and critiques of answers to every other row of `data`, and return the keys that train by them."""
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    for row in rows[::2]:
+        count = len(row.get("responses", "ab"))
+        row |= {"clarity": [1 + i % 5 for i in range(count)], "critique": ["It is clear.", None, "No.", "So."][:count]}
+    write_rows(data, rows)
+    return {"outputs": ["overall=preference", "clarity=rating 1-5"], "critique_weight": 0.3}
+
+
 def text_pairs(folder: Path, count: int) -> Path:
     """`count` rows without any image."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from tests.runs import (
     colour_lists,
     colour_pairs,
     finish,
+    judged_further,
     largest_difference,
     logged,
     short_training,
@@ -139,14 +140,14 @@ def test_an_engine_that_would_not_run_is_refused(tmp_path, tiny_checkpoint):
 
 @pytest.mark.parametrize("deepspeed", [None, "zero3.json"])
 def test_ranks_with_more_parts_than_others_train_along(tmp_path, on_one_and_two, deepspeed):
-    """Lists of two to four answers under a budget that splits some ranks' batches, and cuts some lists."""
+    """Lists of two to four answers, rated and criticised, under a budget that splits batches and cuts some lists."""
     data = colour_lists(tmp_path / "data", 12)
-    keys = {"save_steps": 5, "use_irrelevant_queries": True, "eval_dataset_path": data}
+    keys = judged_further(data) | {"save_steps": 5, "use_irrelevant_queries": True, "eval_dataset_path": data}
     keys |= {"eval_strategy": "steps", "eval_steps": 5, "max_tokens_per_batch": 90}
     engine = {"deepspeed": ROOT / deepspeed} if deepspeed else {}
     with FileLock(ROOT / ".cache" / "deepspeed-build.lock") if deepspeed else nullcontext():
         one, two, output = on_one_and_two(data, engine, **keys)
     assert "each is scored once more before its gradient" in output
-    for name in ("loss", "margin", "irrelevant_margin", "eval_loss"):
+    for name in ("loss", "loss_clarity", "loss_critique", "margin", "irrelevant_margin", "eval_loss"):
         expected = logged(one / "checkpoint-5", name)
         assert logged(two / "checkpoint-5", name) == pytest.approx(expected, rel=1e-4, abs=1e-6), name

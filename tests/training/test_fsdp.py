@@ -15,6 +15,7 @@ from tests.runs import (
     ROOT,
     assert_equal_weights,
     colour_lists,
+    judged_further,
     largest_difference,
     logged,
     short_training,
@@ -66,7 +67,7 @@ def test_sharded_training_is_that_of_one_process(tmp_path, tiny_checkpoint, trai
         "save_steps": 2,
         "lr_scheduler_type": "constant",
     }
-    keys |= {"gradient_checkpointing": True}
+    keys |= {"gradient_checkpointing": True, **judged_further(data)}
     sharded = {**keys, "fsdp": True, "per_device_train_batch_size": 1}
     half_way = tmp_path / "whole" / "checkpoint-2"
     half = {"fsdp": True, "fsdp_config": ROOT / "fsdp2.json", "bf16": True, "freeze_vit": True, "max_steps": 1}
@@ -83,7 +84,7 @@ def test_sharded_training_is_that_of_one_process(tmp_path, tiny_checkpoint, trai
     assert logged(tmp_path / "whole" / "checkpoint-4", "loss") == pytest.approx(
         logged(alone.parent / "checkpoint-4", "loss"), rel=1e-5
     )
-    assert largest_difference(tmp_path / "whole" / "final", alone) < 1e-4  # Adam, whose steps are of one size
+    assert largest_difference(tmp_path / "whole" / "final", alone) < 5e-4  # Adam, whose steps are of one size, 1e-3
     assert_equal_weights(tmp_path / "whole" / "final", tmp_path / "resumed" / "final")
 
     held = [json.loads(line[4:]) for line in said.splitlines() if line.startswith("RUN ")]

@@ -160,7 +160,9 @@ class RewardModel(PreTrainedModel):
         hidden = self.hidden_states(input_ids=input_ids, attention_mask=attention_mask, **inputs)
         logits = at_branches(self.outputs, self.head(self.pool(hidden, attention_mask, branch_ends)))
         loss = None
-        if taught_ids is not None and taught_places is not None and torch.is_grad_enabled():
+        if self.language_head is not None and torch.is_grad_enabled():
+            if taught_places is None or taught_ids is None:  # ranks under ZeRO-3 need outputs of the same number
+                taught_places = taught_ids = torch.zeros(0, dtype=torch.long, device=hidden.device)
             loss = self.language_loss(hidden.flatten(0, 1)[taught_places], taught_ids)
         return SequenceClassifierOutputWithPast(loss=loss, logits=logits)
 
