@@ -60,7 +60,7 @@ def test_critiques_have_the_gradient_of_the_language_model(tiny_checkpoint, batc
     collator = ComparisonCollator(Renderer(processor), batcher_for(model, processor, batching), 512, budget)
     with rounding_nowhere():
         [plain] = collator([{"index": 0, "comparison": ROW}])["parts"]
-        [part] = replace(collator, critiques=True)([{"index": 0, "comparison": ROW}])["parts"]
+        [part] = replace(collator, critique_weight=1.0)([{"index": 0, "comparison": ROW}])["parts"]
         assert (len(part["inputs"]) > 1) == (budget is not None)
         scored = [[model(**in_type(it, torch.float64)) for it in forwards["inputs"]] for forwards in (plain, part)]
         before, beside = (torch.cat([it.logits for it in each]) for each in scored)

@@ -67,7 +67,7 @@ KEYS = [{}, {**CHECKPOINTED, "freeze_merger": False}, {**CHECKPOINTED, "use_peft
 @pytest.mark.parametrize("keys", KEYS)
 def test_a_traced_step_predicts_real_allocations(opened, keys):
     run, processor, dataset, rows = opened(**keys)
-    real: Any = build_model(run.model, run.training, processor)
+    real: Any = build_model(run, processor)
     fake, weights = planned_model(run, torch.float32)
     if run.model.use_peft:
         from peft import get_peft_model

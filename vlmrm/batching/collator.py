@@ -209,7 +209,7 @@ class ComparisonCollator:
     max_tokens_per_batch: int | None = None
     overlong: str | None = None  # drop
     bad_rows: str = "error"
-    critiques: bool = False  # whether the comparisons' are taught
+    critique_weight: float = 0.0  # of the loss of critiques, which are read above 0
     irrelevant: IrrelevantQueries | None = None
     outputs: Outputs = ONE
     # By name, what to score beside a comparison. Rows with a key `sampled` are altered, and may have `donors`.
@@ -227,7 +227,7 @@ class ComparisonCollator:
                 if isinstance(comparison, RowError):
                     raise comparison
                 unit = _RenderedComparison(row["index"], comparison, self._render(comparison, cache))
-                unit.critiques = self._critiques(comparison, cache) if self.critiques else []
+                unit.critiques = self._critiques(comparison, cache) if self.critique_weight else []
                 if "sampled" in row:
                     unit.altered = self._alter(row, cache)
                 units.append(unit)

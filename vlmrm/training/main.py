@@ -43,7 +43,6 @@ from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, is_finished, local_folder, read_json_of, weights_digest
 from vlmrm.modeling.parts import IN_WORDS, trained_by_part
 from vlmrm.modeling.reward_model import RewardModel
-from vlmrm.outputs import ONE, Outputs
 from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
 from vlmrm.training.checks import CHECKS, check_disk, check_gpus, checkpoint_bytes
@@ -117,16 +116,12 @@ class Run:
     def open(self, make: Callable[..., Any] = ComparisonTrainer, **more: Any) -> None:
         """Open data and model, and `make` the trainer, a `ComparisonTrainer`, with them and `more`."""
         from vlmrm.modeling import lora_config
-        from vlmrm.modeling.published_weights import read_language_head
 
         keys, args = self.model_args, self.args
         train_dataset, eval_dataset = load_train_and_eval(self.data_args)
         # Before weights are read.
         from_first_rank(lambda: check_data(self.keys, self.processor, train_dataset, eval_dataset))
-        model = build_model(keys, args, self.processor, self.data_args.named_outputs)
-        if self.data_args.critique_weight:
-            head = read_language_head(keys.model_name_or_path, model.config, keys.model_revision)
-            model.language_head = head.to(model.score.weight.device)
+        model = build_model(self.keys, self.processor)
         if eval_dataset is not None and self.data_args.eval_fraction and args.process_index == 0:
             from vlmrm.data.canonical import write_held_out
 
@@ -144,7 +139,6 @@ class Run:
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             peft_config=lora_config(keys, model) if keys.use_peft else None,
-            critique_weight=self.data_args.critique_weight,
             save_extras=partial(self._save_extras, head=model.config.reward_head),
             **more,
         )
@@ -287,12 +281,12 @@ def base_digest(model_args: ModelArguments) -> str | None:
     return weights_digest(local_folder(model_args.model_name_or_path, model_args.model_revision))
 
 
-def build_model(
-    model_args: ModelArguments, args: RewardTrainingArguments, processor: Any, outputs: Outputs = ONE
-) -> RewardModel:
+def build_model(keys: RunArguments, processor: Any) -> RewardModel:
     """Load the reward model, with a seeded head and its frozen parts."""
     from vlmrm.modeling.adapters import keep_trainable, quantization_config
+    from vlmrm.modeling.published_weights import read_language_head
 
+    model_args, args = keys.model, keys.training
     if args.deepspeed and args.use_cpu:
         # ZeRO-3 reads the number of ranks inside from_pretrained, before anything else starts the process group.
         import deepspeed
@@ -304,7 +298,7 @@ def build_model(
     model = load_for_training(
         model_args.model_name_or_path,
         head=model_args.head,
-        outputs=outputs,
+        outputs=keys.data.named_outputs,
         dtype=weight_dtype(model_args, args),
         attn_implementation=model_args.attn_implementation,
         revision=model_args.model_revision,
@@ -315,6 +309,9 @@ def build_model(
     )
     if model_args.load_in_4bit:
         keep_trainable(model)
+    if keys.data.critique_weight:
+        head = read_language_head(model_args.model_name_or_path, model.config, model_args.model_revision)
+        model.language_head = head.to(model.score.weight.device)
     freeze(model, vit=model_args.freeze_vit, merger=model_args.freeze_merger, llm=model_args.freeze_llm)
     # Every rank runs the vision tower on every batch, or ranks with a batch of texts would leave the others waiting.
     # A single process does too, for equal results: the optimizer skips weights without a gradient, but not those with
@@ -387,7 +384,7 @@ def survey_collator(arguments: RunArguments, processor: Any) -> ComparisonCollat
         max_seq_length=sequence_limit(config, data.max_seq_length),
         overlong=data.overlong,
         bad_rows=data.bad_rows,
-        critiques=bool(data.critique_weight),
+        critique_weight=data.critique_weight,
         outputs=data.named_outputs,
     )
 
@@ -406,7 +403,7 @@ def build_collator(keys: RunArguments, model: RewardModel, processor: Any, train
         max_tokens_per_batch=keys.model.max_tokens_per_batch,
         overlong=data.overlong,
         bad_rows=data.bad_rows,
-        critiques=bool(data.critique_weight),
+        critique_weight=data.critique_weight,
         irrelevant=irrelevant,
         outputs=data.named_outputs,
     )

@@ -265,7 +265,7 @@ def _measure(plan: TrainingPlan, run: RunArguments, processor: Any, train_datase
     parent = existing_parent(Path(args.output_dir).absolute())
     assert plan.train is not None and plan.memory is not None and plan.disk is not None
     gauge = Gauge(args.device)
-    model = build_model(model_args, args, processor, run.data.named_outputs)
+    model = build_model(run, processor)
     collator = build_collator(run, model, processor, train_dataset)
     with tempfile.TemporaryDirectory(prefix=".vlmrm-plan-", dir=parent) as folder:
         trial = trial_arguments(args, Path(folder))

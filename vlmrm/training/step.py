@@ -68,9 +68,7 @@ class TrainingStep:
         autocast: Callable[[], AbstractContextManager[Any]],
         prepare: Callable[[Inputs], Inputs],
         collator: ComparisonCollator,
-        critique_weight: float = 0.0,
     ):
-        self.critique_weight = critique_weight
         self.args, self.accelerator = args, accelerator
         self.autocast, self.prepare, self.collator = autocast, prepare, collator
         self.operations = Operations(model) if data_sheet_rate(args.device) else None
@@ -119,7 +117,7 @@ class TrainingStep:
                     output = model(**inputs)
                 loss = each.loss(output.logits)
                 if output.loss is not None:
-                    critiques = self.critique_weight * output.loss / totals[-1].clamp_min(1)
+                    critiques = self.collator.critique_weight * output.loss / totals[-1].clamp_min(1)
                     self.figures.beside["loss_critique"].append(critiques.detach())
                     loss = loss + critiques
                 if coefficient := self.args.router_aux_loss_coef:

@@ -133,7 +133,7 @@ def survey(
         len(dataset) if isinstance(dataset, Sized) else None,
         trains,
         outputs=collator.outputs,
-        critiques=collator.critiques,
+        critiques=collator.critique_weight > 0,
     )
     for position, row, sampled in _rows(dataset, seed, limit):
         if isinstance(row["comparison"], Comparison):

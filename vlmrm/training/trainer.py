@@ -76,7 +76,6 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         save_extras,
         callbacks=(),
         peft_config=None,
-        critique_weight: float = 0.0,
         **kwargs,
     ):
         self.preemption, between = PreemptionCallback(), BetweenSteps(self)
@@ -106,7 +105,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             model.sharded = True
         self.processing_class = self.callback_handler.processing_class = processor
         self.collator = collator
-        self.eval_collator = dataclasses.replace(collator, irrelevant=None, critiques=False, interventions=PROBED)
+        self.eval_collator = dataclasses.replace(collator, irrelevant=None, critique_weight=0.0, interventions=PROBED)
         self.step = TrainingStep(
             model,
             args,
@@ -114,7 +113,6 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             autocast=self.compute_loss_context_manager,
             prepare=self._on_device,
             collator=collator,
-            critique_weight=critique_weight,
         )
         self.save_extras = save_extras
         self.row_tally = RowTally()
