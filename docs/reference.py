@@ -138,7 +138,6 @@ EVALUATION = {
         "fail_under",
         "save_normalization",
     ),
-    "While a training runs": ("watch", "watch_timeout"),
     "Running": ("eval_batch_size", "dtype", "dataloader_num_workers", "trust_remote_code"),
 }
 

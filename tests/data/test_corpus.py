@@ -136,7 +136,6 @@ def test_no_two_layouts_are_confused():
 
 SWIFT = {"messages": WHOLE["chosen"], "rejected_response": "A dog."}
 VERDICT = {"prompt": "What?", "response_a": "A cat.", "response_b": "A dog.", "winner": "a"}
-STUDIO = {"type": "pairwise", "to_name": "answer1,answer2", "value": {"selected": "left"}}
 RATED = [{"response": text, "score": 1, "image": "images/0.png"} for text in "ab"]
 # Columns and fields that nothing reads, beside those of a layout; the first of them is named.
 UNREAD: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -159,10 +158,6 @@ UNREAD: list[tuple[dict[str, Any], dict[str, Any]]] = [
 # Those inside of columns.
 UNREAD_FIELDS = {
     "image": {"prompt": "a cat", "completions": RATED},
-    "context": {
-        "data": {"prompt": "What?", "answer1": "A", "answer2": "B", "context": "A letter of 1912."},
-        "annotations": [{"result": [STUDIO]}],
-    },
     "file": {
         "input": {"messages": TURNS, "file": "images/0.png"},
         "preferred_output": [{"role": "assistant", "content": "A"}],

@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import shutil
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +15,12 @@ import torch
 from tests.evaluation.checkpoints import own_scores, scale_head
 from tests.runs import colour_pairs, words, write_rows
 from vlmrm import cli
-from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, VlmrmError
+from vlmrm.errors import BelowThreshold, CheckpointError, VlmrmError
 from vlmrm.evaluation import evaluate as evaluate_module
 from vlmrm.evaluation import sweep as sweep_module
 from vlmrm.evaluation.evaluate import evaluate
 from vlmrm.evaluation.schema import load_results
-from vlmrm.evaluation.sweep import sweep, watch
+from vlmrm.evaluation.sweep import sweep
 from vlmrm.modeling import verify_complete
 
 
@@ -114,33 +113,6 @@ def test_score_mean_and_spread_are_saved_with_best(run_folder, data):
     after = {path: path.read_bytes() for path in run_folder.rglob("*") if path.is_file()}
     changed = {path for path in after if after[path] != before.get(path)}
     assert changed == {best / "reward_model.json", best / "COMPLETE.json"} and after.keys() == before.keys()
-
-
-# Watching ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_watched_training_is_evaluated_to_its_end(run_folder, data, monkeypatch, capsys):
-    late = Path("checkpoint-3").resolve()
-    (run_folder / "checkpoint-3").rename(late)
-    (run_folder / "final").rename("final")
-    later = [lambda: late.rename(run_folder / late.name), lambda: Path("final").rename(run_folder / "final")]
-    monkeypatch.setattr(sweep_module, "watch", partial(watch, wait=lambda _: later.pop(0)()))
-    result = sweep(asked(run_folder, data, watch=True))
-    assert [row["checkpoint"] for row in result.rows] == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
-    assert not later and result.best is not None
-
-
-def test_ctrl_c_ends_a_watch_keeping_its_table(run_folder, data, monkeypatch):
-    shutil.rmtree(run_folder / "final")
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sweep_module, "watch", partial(watch, wait=interrupt))
-    result = sweep(asked(run_folder, data, watch=True))
-    assert len(result.rows) == len(steps()) == len(column("best")) == 3 and result.best is not None
-    with pytest.raises(ConfigError, match="watch saw no checkpoint in absent"):
-        sweep(asked("absent", data, watch=True, output_file="absent.csv"))
 
 
 # Bad input -----------------------------------------------------------------------------------------------------------

@@ -128,8 +128,6 @@ class EvaluationArguments(ComputeArguments):
         "Save the scale of the scores with the best checkpoint, in its `reward_model.json`; nothing "
         "else of it changes.",
     )
-    watch: bool = key(False, "Wait for checkpoints, and evaluate each as soon as a training has saved it.")
-    watch_timeout: float = key(60.0, "Minutes without a new checkpoint after which `watch` ends.")
     dataloader_num_workers: int = key(0, "Processes that open and process images.")
     trust_remote_code: bool = key(False, "Run code that comes with the checkpoint.")
 
@@ -145,9 +143,8 @@ class EvaluationArguments(ComputeArguments):
             raise ConfigError(
                 "model_dirs is missing: name at least one training output folder or checkpoint, or another scorer."
             )
-        for name in ("watch", "one_standard_error"):
-            if self.scorer and getattr(self, name):
-                raise ConfigError(f"{name} is about checkpoints of a training, and scorer names others: remove one.")
+        if self.scorer and self.one_standard_error:
+            raise ConfigError("one_standard_error is about checkpoints of a training, and scorer names others.")
         check_least(self, 1, "intervention_sample", "eval_batch_size")
         if not self.output_file.endswith(".csv"):
             raise ConfigError(f"output_file is {self.output_file}: it must end in .csv (the .json goes beside it).")
@@ -168,7 +165,5 @@ class EvaluationArguments(ComputeArguments):
         needed = "" if metric is None else (metric.needs or "").removesuffix("_chosen")
         if needed in INTERVENTIONS and needed not in self.interventions:
             raise ConfigError(f"metric_for_best is {figure}, which needs {needed}: add it to interventions.")
-        if self.watch_timeout <= 0:
-            raise ConfigError(f"watch_timeout is {self.watch_timeout} minutes: it must be more than 0.")
         if figure.startswith(BENCHMARK) and not self.benchmark and self.suite is None:
             raise ConfigError(f"metric_for_best is {figure}, which needs a benchmark: name one.")

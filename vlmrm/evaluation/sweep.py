@@ -1,7 +1,6 @@
 """`vlmrm eval`: evaluate every checkpoint of every training, or other scorers, on one data set or more.
 
-Each data set has a table of its own with a row for each of them. With `watch`, checkpoints of running trainings are
-evaluated as soon as each is complete.
+Each data set has a table of its own with a row for each of them.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,11 +37,10 @@ from vlmrm.evaluation.scorers.checkpoint import CheckpointEntry
 from vlmrm.evaluation.suite import EvaluationSet, OpenSet, evaluation_sets, suite_rows, suite_table
 from vlmrm.files import exclusive_lock, write_file
 from vlmrm.logs import counted, start_log
-from vlmrm.modeling.manifest import COMPLETE, TRAINING_LOCK, find_checkpoints, is_finished, save_scale
+from vlmrm.modeling.manifest import COMPLETE, TRAINING_LOCK, find_checkpoints, save_scale
 from vlmrm.scoring.transforms import scale_of
 
 logger = logging.getLogger("vlmrm")
-INTERVAL = 15.0  # seconds between two searches for new checkpoints
 
 
 @dataclass(frozen=True)
@@ -95,14 +93,14 @@ def sweep(config: Configuration = (), /, **keys: Any) -> SweepResult:
         opened_sets = [found for it in sets if (found := open_set(it, entries, args, unread, main=main))]
         if not opened_sets:
             raise DataError(f"none of the {len(sets)} data sets can be read: {_listed(unread)}")
-        count = counted(len(entries), "model") if isinstance(entries, list) else "checkpoints as they come"
+        count = counted(len(entries), "model")
         rows = " and ".join(f"{len(it.dataset):,} comparisons{it.of}" for it in opened_sets)
         logger.info("Evaluating %s on %s; log: %s", count, rows, log_path)
         # Images are opened and processed for the first checkpoint and kept for the others.
         with TemporaryDirectory(prefix="vlmrm-images-") as images:
             run = SweepRun(args, data_args, processes, Path(images))
-            looked_at = evaluate_all(entries, opened_sets, run, unread)
-        return conclude(opened_sets, looked_at, unread, args, main=main)
+            evaluate_all(entries, opened_sets, run, unread)
+        return conclude(opened_sets, entries, unread, args, main=main)
 
 
 @contextmanager
@@ -124,7 +122,7 @@ def sole_sweep(tables: Sequence[Path], processes: PartialState) -> Generator[Non
 
 def conclude(
     sets: Sequence[OpenSet],
-    looked_at: Sequence[Entry],
+    entries: Sequence[Entry],
     unread: Mapping[str, str],
     args: EvaluationArguments,
     *,
@@ -142,9 +140,7 @@ def conclude(
     csv, frame = Path(args.output_file), None  # of the mean of several sets the luck of the choice is not known
     if alone is not None:
         rows, criterion, frame = alone.rows, criterion_of(args), alone.frame
-    paths = frozenset(entry.path for entry in looked_at)
-    if not any(row["path"] in paths for row in rows):
-        raise ConfigError(f"watch saw no checkpoint in {', '.join(args.model_dirs)}: check the path, or wait longer.")
+    paths = frozenset(entry.path for entry in entries)
     best = criterion.best(rows, frame)
     for it in results.values():
         it.best = best if alone is not None else best or it.best
@@ -200,7 +196,7 @@ def criterion_of(args: EvaluationArguments, sets: tuple[str, ...] = ()) -> Crite
 
 def open_set(
     definition: EvaluationSet,
-    entries: Iterable[Entry],
+    entries: Sequence[Entry],
     args: EvaluationArguments,
     unread: dict[str, str],
     *,
@@ -224,7 +220,7 @@ def open_set(
             logger.info("Leakage: %s", verdict(leaked))
         results.leakage = None if leaked is None else leaked.block()
         return OpenSet(definition, dataset, results, leaked)
-    if main and dataset is None and isinstance(entries, list):
+    if main and dataset is None:
         # Unless the files cannot be written, or hold other results, which are kept.
         with suppress(ConfigError, DataError):
             results = definition.results(args)
@@ -247,40 +243,28 @@ def launched() -> PartialState:
     return PartialState(cpu=not available)
 
 
-def entries_to_evaluate(args: EvaluationArguments) -> Iterable[Entry]:
-    """Return the entries of the table; with `watch`, an iterator that waits for new checkpoints."""
-    if args.watch:
-        return map(CheckpointEntry, watch(args.model_dirs, args.checkpoint_pattern, timeout=60 * args.watch_timeout))
+def entries_to_evaluate(args: EvaluationArguments) -> list[Entry]:
+    """Return the entries of the table."""
     # As the first rank sees them: a training may write and delete some meanwhile.
     [folders] = broadcast_object_list([[path for folder in args.model_dirs for path in checkpoints_of(folder, args)]])
     return [*map(CheckpointEntry, folders), *scorer_entries(args.scorer)]
 
 
-def evaluate_all(
-    entries: Iterable[Entry], sets: Sequence[OpenSet], run: SweepRun, unread: dict[str, str]
-) -> list[Entry]:
-    """Evaluate the entries on the sets that lack them, each opened once, and return all; Ctrl-C ends a watch.
+def evaluate_all(entries: Sequence[Entry], sets: Sequence[OpenSet], run: SweepRun, unread: dict[str, str]) -> None:
+    """Evaluate the entries on the sets that lack them, each opened once.
 
     The reason why a set of a suite cannot be scored goes into `unread`, and the sweep continues without it.
     """
-    looked_at: list[Entry] = []
-    try:
-        for entry in entries:
-            looked_at.append(entry)
-            readable = [it for it in sets if it.definition.name not in unread]
-            # One process decides for all: a service, whose digest is asked for, may not answer each alike.
-            main = run.processes.is_main_process
-            [held] = broadcast_object_list([[it.results.holds(entry) for it in readable] if main else None])
-            lacking = [it for it, has in zip(readable, held, strict=True) if not has]
-            for it in (it for it, has in zip(readable, held, strict=True) if has):
-                logger.info("%s: already in %s", entry.path, it.results.csv)
-            if lacking:
-                evaluate_on(lacking, entry, run, unread)
-    except KeyboardInterrupt:
-        if not run.args.watch:
-            raise
-        logger.warning("Stopped watching")
-    return looked_at
+    for entry in entries:
+        readable = [it for it in sets if it.definition.name not in unread]
+        # One process decides for all: a service, whose digest is asked for, may not answer each alike.
+        main = run.processes.is_main_process
+        [held] = broadcast_object_list([[it.results.holds(entry) for it in readable] if main else None])
+        lacking = [it for it, has in zip(readable, held, strict=True) if not has]
+        for it in (it for it, has in zip(readable, held, strict=True) if has):
+            logger.info("%s: already in %s", entry.path, it.results.csv)
+        if lacking:
+            evaluate_on(lacking, entry, run, unread)
 
 
 def evaluate_on(sets: Sequence[OpenSet], entry: Entry, run: SweepRun, unread: dict[str, str]) -> None:
@@ -323,41 +307,3 @@ def checkpoints_of(model_dir: str, args: EvaluationArguments) -> list[Path]:
         reason = "it does not exist" if not folder.is_dir() else f"nothing in it matches {args.checkpoint_pattern}"
         raise ConfigError(f"model_dirs: {folder} has no checkpoints ({reason}).")
     return folders
-
-
-def watch(
-    model_dirs: Sequence[str],
-    pattern: str,
-    *,
-    timeout: float,
-    wait: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Path]:
-    """Yield every complete checkpoint below `model_dirs`, once, until all the trainings have finished.
-
-    A folder may not exist yet. After `timeout` seconds without a new checkpoint, not counting the time of evaluations,
-    it ends with a warning. All ranks get the same checkpoints in the same order.
-    """
-    main = PartialState().is_main_process
-    done: set[Path] = set()
-    since = clock()
-    while True:
-        look = None
-        if main:
-            # First whether the trainings have finished: by then their last checkpoints are complete.
-            ended = all(is_finished(model_dir) or Path(model_dir, COMPLETE).is_file() for model_dir in model_dirs)
-            found = (path for it in model_dirs for path in find_checkpoints(it, pattern) or [Path(it)])
-            new = next((path for path in found if path not in done and (path / COMPLETE).is_file()), None)
-            look = ended, new, clock() - since
-        [(finished, folder, waited)] = broadcast_object_list([look])
-        if folder is not None:
-            done.add(folder)
-            yield folder
-            since = clock()
-        elif finished:
-            return
-        elif waited >= timeout:
-            logger.warning("No new checkpoint for %g minutes in %s: waiting no longer", timeout / 60, model_dirs)
-            return
-        else:
-            wait(INTERVAL)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from vlmrm.errors import ConfigError, DataError
-from vlmrm.formats import annotation_tools, preferences, ratings, rollouts, steps, verdicts
+from vlmrm.formats import preferences, ratings, rollouts, steps, verdicts
 from vlmrm.formats.layout import MEDIA, Layout
 
 # The first match reads the row, so the specific layouts come before the general ones.
 LAYOUTS: list[Layout] = [
-    *(annotation_tools.label_studio, preferences.openai_preferences),
+    preferences.openai_preferences,
     *(steps.steps, steps.math_shepherd, steps.prm800k, steps.progress),
     *(preferences.pick_a_pic, preferences.image_reward, ratings.hpdv2, preferences.hpsv3, preferences.image_pair),
     *(ratings.ranked, ratings.ranking, ratings.completions),
