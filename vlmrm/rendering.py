@@ -268,7 +268,10 @@ class Renderer:
         """Return how many of a conversation's tokens, `rendered`, stand before its answer whatever that is."""
         prompt = conversation.prompt
         messages, marks = self._marked((*prompt, Message(conversation.messages[-1].role, (Text(ANSWER),))))
-        text = self.text(messages, self.branches[0]).rpartition(ANSWER)[0]
+        try:
+            text = self.text(messages, self.branches[0]).rpartition(ANSWER)[0]
+        except RowError:  # its answers are pictures alone
+            text = self.text(messages[:-1], self.branches[0])
         media = rendered.media[: len(media_of(prompt))]
         replacements = {kind: [item.replacement for item in media if item.kind == kind] for kind in ("image", "video")}
         ids = self._token_ids(expanded(self.processor, text, replacements), marks)
