@@ -14,12 +14,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from vlmrm.batching import Batch, ComparisonCollator, Part, to_device
-from vlmrm.batching.collator import plain_worker_errors
+from vlmrm.batching.collator import branches_of, plain_worker_errors
 from vlmrm.batching.pieces import log_cut
 from vlmrm.errors import RowError, ScoreError, finite_or_error
 from vlmrm.modeling.head import named_numbers
 from vlmrm.outputs import ONE, Outputs
-from vlmrm.rendering import ProcessedMedia, Rendered, branches_of
+from vlmrm.rendering import ProcessedMedia, Rendered
 
 if TYPE_CHECKING:
     from vlmrm.batching.caches import PrefixCache

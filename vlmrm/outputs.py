@@ -26,7 +26,10 @@ TAKES = {
 }
 RANGED = ("rating", "ordinal")
 FIGURES = ("accuracy", "rank", "error", "auc", "first_wrong", "order")  # of an output, in logs and tables NAME_FIGURE
-WRITTEN = re.compile(r"(?P<kind>\w+)(?:\s+(?P<low>-?[\d.]+)\s*-\s*(?P<high>-?[\d.]+))?(?P<apart>\s+apart)?")
+WRITTEN = re.compile(
+    r"(?P<kind>\w+)(?:\s+(?P<low>-?[\d.]+)\s*-\s*(?P<high>-?[\d.]+))?(?:\s+in\s+(?P<bins>\d+))?"
+    r"(?P<apart>\s+apart)?"
+)
 WRITE = "write outputs: {overall: preference, clarity: rating 1-5}"
 
 
@@ -44,22 +47,25 @@ class Output:
     high: float = 1.0
     weight: float = 1.0
     apart: bool = False
+    bins: int = 1  # of progress: evenly spaced shares, by their softmax; 1: a sigmoid
 
     @classmethod
     def parse(cls, name: str, text: str, weight: float = 1.0) -> Output:
         """Return an output as the configuration writes it: `preference`, or `rating 1-5`."""
         match = WRITTEN.fullmatch(str(text).strip())
         kind = match["kind"] if match else ""
-        if match is None or kind not in TAKES or (kind in RANGED) != (match["low"] is not None):
-            ranged = " or ".join(f"{it} LOW-HIGH" for it in RANGED)
+        bins = int(match["bins"] or 1) if match else 1
+        ranged = match is not None and (kind in RANGED) == (match["low"] is not None)
+        if match is None or kind not in TAKES or not ranged or not bins or (bins > 1 and kind != "progress"):
             others = ", ".join(it for it in TAKES if it not in RANGED)
-            raise ConfigError(f"the output {name} is {text!r}: write {others}, or {ranged}.")
+            written = " or ".join(f"{it} LOW-HIGH" for it in RANGED)
+            raise ConfigError(f"the output {name} is {text!r}: write {others}, or {written}.")
         low, high = (float(match["low"]), float(match["high"])) if match["low"] is not None else (0.0, 1.0)
         if low >= high or (kind == "ordinal" and not (low.is_integer() and high.is_integer())):
             raise ConfigError(
                 f"the output {name} is {text!r}: write it from low to high, an ordinal in whole numbers."
             )
-        return cls(name, kind, low, high, weight, match["apart"] is not None)
+        return cls(name, kind, low, high, weight, match["apart"] is not None, bins)
 
     @property
     def branch(self) -> str | None:
@@ -69,7 +75,7 @@ class Output:
     @property
     def columns(self) -> int:
         """The columns of the head: of an ordinal one for each step of its range, of a Gaussian mean and variance."""
-        return {"ordinal": round(self.high - self.low), "gaussian": 2}.get(self.kind, 1)
+        return {"ordinal": round(self.high - self.low), "gaussian": 2}.get(self.kind, self.bins)
 
     @property
     def rates(self) -> bool:
@@ -89,7 +95,7 @@ class Output:
 
     def written(self) -> str:
         ranged = f" {self.low:g}-{self.high:g}" if self.kind in RANGED else ""
-        return self.kind + ranged + (" apart" if self.apart else "")
+        return self.kind + ranged + f" in {self.bins}" * (self.bins > 1) + " apart" * self.apart
 
 
 @dataclass(frozen=True)

@@ -91,16 +91,10 @@ class Rendered:
 
     @property
     def branches(self) -> list[Rendered]:
-        """The conversation in each branch of the model; those with other tokens before the answer know no prompt."""
-        before = self.input_ids[: self.prompt]
-        known = [it.input_ids[: self.prompt] == before for it in self.others]
-        others = [replace(it, prompt=self.prompt * same) for it, same in zip(self.others, known, strict=True)]
-        return [replace(self, others=()), *others] if others else [self]
-
-
-def branches_of(rendered: Iterable[Rendered]) -> list[Rendered]:
-    """Return the branches of all conversations, one after another: what a batch of them computes."""
-    return [branch for item in rendered for branch in item.branches]
+        """The conversation in each branch of the model; one with other tokens before the answer knows no prompt."""
+        before, count = self.input_ids[: self.prompt], self.prompt
+        others = [replace(it, prompt=count * (it.input_ids[:count] == before)) for it in self.others]
+        return [replace(self, others=()), *others]
 
 
 @dataclass
@@ -230,8 +224,7 @@ class Renderer:
                 chat_template=template if isinstance(template, str) else None,
                 tokenize=False,
                 add_generation_prompt=False,
-                **self.variables,
-                **({} if branch is None else {"output": branch}),
+                **(self.variables if branch is None else {**self.variables, "output": branch}),
             )
         except TemplateError as error:
             raise RowError(f"the chat template does not take it: {error}") from error
@@ -242,17 +235,15 @@ class Renderer:
 
     def render_with(self, conversation: Conversation, media: Sequence[ProcessedMedia]) -> Rendered:
         """Do `render` with media that are already processed, in reading order."""
-        messages, marks = self._marked(conversation.messages)
-        first, *others = [self._branch(messages, marks, media, branch) for branch in self.branches]
-        return replace(first, others=tuple(others)) if others else first
+        marked = self._marked(conversation.messages)
+        first, *others = [self._branch(*marked, media, branch) for branch in self.branches]
+        return replace(first, others=tuple(others))
 
     def _branch(
         self, messages: Messages, marks: Mapping[str, str], media: Sequence[ProcessedMedia], branch: str | None
     ) -> Rendered:
         text = self.text(messages, branch)
-        replacements: dict[str, list[str]] = {
-            kind: [item.replacement for item in media if item.kind == kind] for kind in ("image", "video")
-        }
+        replacements = {kind: [item.replacement for item in media if item.kind == kind] for kind in ("image", "video")}
         for kind, texts in replacements.items():
             # What a template writes for an image or a video; not every processor names it.
             names = (f"{kind}_placeholder_token", f"{kind}_token")
@@ -269,7 +260,10 @@ class Renderer:
         """Return how many of a conversation's tokens, `rendered`, stand before its answer whatever that is."""
         prompt = conversation.prompt
         messages, marks = self._marked((*prompt, Message(conversation.messages[-1].role, (Text(ANSWER),))))
-        text = self.text(messages, self.branches[0]).rpartition(ANSWER)[0]
+        try:
+            text = self.text(messages, self.branches[0]).rpartition(ANSWER)[0]
+        except RowError:  # its answers are pictures alone
+            text = self.text(messages[:-1], self.branches[0])
         media = rendered.media[: len(media_of(prompt))]
         replacements = {kind: [item.replacement for item in media if item.kind == kind] for kind in ("image", "video")}
         ids = self._token_ids(expanded(self.processor, text, replacements), marks)

@@ -249,8 +249,8 @@ def hps_v3(folder: Path) -> Published:
     found = []
     for prompt, image in zip(PROMPTS, pictures, strict=True):
         text = QUESTION.replace("{text_prompt}", prompt)
-        ids, hidden = reference.at_text_positions(processor, model, text, "image", [image])
-        found.append(reference.ranknet(head, "rm_head", hidden[ids.tolist().index(token)]))
+        [read] = reference.at_tokens(processor, model, text, "image", [image], [token], by_grid=False)
+        found.append(reference.ranknet(head, "rm_head", read))
     conversations = [drawn(prompt, image) for prompt, image in zip(PROMPTS, pictures, strict=True)]
     options = {"base": folder / "base", "template": written(folder, QUESTION)}
     outputs = gaussians({"mu": found})
@@ -289,11 +289,8 @@ def edit_reward(folder: Path, arch: str) -> Published:
         (folder / f"{output}.txt").write_text(question)
         for prompt, image in zip(PROMPTS, images[1:], strict=True):
             text = question.replace("{text_prompt}", prompt)
-            if arch == "qwen3_vl":
-                read = reference.at_token(processor, model, text, [images[0], image], token)
-            else:
-                ids, hidden = reference.at_text_positions(processor, model, text, "image", [images[0], image])
-                read = hidden[ids.tolist().index(token)]
+            shown, by_grid = [images[0], image], arch == "qwen3_vl"
+            [read] = reference.at_tokens(processor, model, text, "image", shown, [token], by_grid=by_grid)
             found.setdefault(output, []).append(reference.ranknet(heads, f"rm_heads.head_{number}", read))
     conversations = [drawn(prompt, image, images[0]) for prompt, image in zip(PROMPTS, images[1:], strict=True)]
     options = {"base": folder / "base", "template": folder / "{output}.txt"}
@@ -332,9 +329,10 @@ def video_align(folder: Path) -> Published:
     for prompt, clip in zip(PROMPTS, clips, strict=True):
         frames = torch.stack([torch.from_numpy(np.array(frame)).permute(2, 0, 1) for frame in clip])
         text = DIMENSIONS.replace("{text_prompt}", prompt)
-        ids, hidden = reference.at_text_positions(processor, model.base_model.model, text, "video", [frames])
-        for output, token in zip(OUTPUTS, ids_of, strict=True):
-            scores[output].append((hidden[ids.tolist().index(token)] @ head["rm_head.weight"].T)[0])
+        qwen = model.base_model.model
+        read = reference.at_tokens(processor, qwen, text, "video", [frames], ids_of, by_grid=False)
+        for output, [score] in zip(OUTPUTS, read @ head["rm_head.weight"].T, strict=True):
+            scores[output].append(score)
         video = [{"type": "video", "video": clip}]
         conversations.append([{"role": "user", "content": prompt}, {"role": "assistant", "content": video}])
     options = {"base": folder / "base", "template": written(folder, DIMENSIONS)}

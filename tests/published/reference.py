@@ -74,15 +74,23 @@ def two_layers(processor: Any, model: Any, head: Weights, conversations: Sequenc
 
 
 @torch.no_grad()
-def at_text_positions(processor: Any, model: Any, text: str, kind: str, media: Sequence[Any]) -> tuple[Any, Any]:
-    """Token ids [T] and states [T, H] of a question to a Qwen-VL that is given embeddings, and so no grids."""
+def at_tokens(
+    processor: Any, model: Any, text: str, kind: str, media: Sequence[Any], tokens: Sequence[int], *, by_grid: bool
+) -> torch.Tensor:
+    """States [K, H] at tokens of a question about media, whose sizes stay as they are.
+
+    Without `by_grid` the model is given embeddings, and so no grids: its positions are those of text.
+    """
     messages = [{"role": "user", "content": [*({"type": kind} for _ in media), {"type": "text", "text": text}]}]
     rendered = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     options: dict[str, Any] = {f"{kind}s": list(media), "do_resize": False}
     if kind == "video":
         options["do_sample_frames"] = False
-    inputs = processor(text=[rendered], return_tensors="pt", **options)
-    ids, qwen = inputs["input_ids"], model.model
+    inputs, qwen = processor(text=[rendered], return_tensors="pt", **options), model.model
+    ids = inputs["input_ids"]
+    places = [ids[0].tolist().index(token) for token in tokens]
+    if by_grid:
+        return states(model, inputs)[0, places]
     pixels, grid = {
         "image": ("pixel_values", "image_grid_thw"), "video": ("pixel_values_videos", "video_grid_thw"),
     }[kind]  # fmt: skip
@@ -91,16 +99,7 @@ def at_text_positions(processor: Any, model: Any, text: str, kind: str, media: S
         inputs[pixels], grid_thw=inputs[grid]
     ).pooler_output
     positions = torch.arange(ids.shape[1]).expand(3, 1, -1)
-    hidden = qwen.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False).last_hidden_state
-    return ids[0], hidden[0]
-
-
-def at_token(processor: Any, model: Any, text: str, images: Sequence[Any], token: int) -> torch.Tensor:
-    """The state [H] at a token of a question, at the positions of the library."""
-    messages = [{"role": "user", "content": [*({"type": "image"} for _ in images), {"type": "text", "text": text}]}]
-    rendered = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    inputs = inputs_of(processor, [rendered], images)
-    return states(model, inputs)[0, inputs["input_ids"][0].tolist().index(token)]
+    return qwen.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False)[0][0, places]
 
 
 def ranknet(head: Weights, name: str, x: torch.Tensor) -> torch.Tensor:

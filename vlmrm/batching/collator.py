@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypedDict
@@ -38,7 +38,7 @@ from vlmrm.data.comparisons import IrrelevantQueries, best_and_worst
 from vlmrm.errors import RowError, VlmrmError
 from vlmrm.measures.interventions import Intervention, alterations
 from vlmrm.outputs import ONE, Outputs
-from vlmrm.rendering import ProcessedMedia, Rendered, Renderer, branches_of
+from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
 
 # The reference batch: one padded row per conversation, each with its own copy of every image.
 #
@@ -47,6 +47,11 @@ from vlmrm.rendering import ProcessedMedia, Rendered, Renderer, branches_of
 
 # Conversations that stay in one forward where the budget allows: of one comparison, whose scores are compared.
 Unit = Sequence[Rendered]
+
+
+def branches_of(rendered: Iterable[Rendered]) -> list[Rendered]:
+    """Return the branches of all conversations, one after another: what a batch of them computes."""
+    return [branch for item in rendered for branch in item.branches]
 
 
 class Batcher(Protocol):

@@ -14,7 +14,7 @@ from vlmrm.errors import CheckpointError
 from vlmrm.outputs import Output, Outputs
 
 HEADS = ("linear", "mlp")  # those that training makes; imported models bring others
-ACTIVATIONS = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh}
+ACTIVATIONS = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh, "gelu": nn.GELU}
 
 
 class Float32Linear(nn.Linear):
@@ -33,6 +33,16 @@ class Float32Linear(nn.Linear):
             return nn.functional.linear(input.float(), self.weight.float(), bias)
 
 
+class Float32GroupNorm(nn.GroupNorm):
+    """A normalisation in float32, as `Float32Linear`."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(input.device.type, enabled=False):
+            return nn.functional.group_norm(
+                input.float(), self.num_groups, self.weight.float(), self.bias.float(), self.eps
+            )
+
+
 @dataclass(frozen=True)
 class Head:
     """A head as `config.reward_head` describes it: `linear`, `mlp`, or the fields of this class."""
@@ -40,6 +50,7 @@ class Head:
     hidden: Sequence[int] = ()  # widths of the hidden layers, each followed by `activation`; all of them have biases
     activation: str = "silu"  # one of `ACTIVATIONS`
     bias: bool = False  # of the last layer. It moves all scores alike, so training makes none
+    groups: int = 0  # in which a normalisation before each activation takes the channels; 0: there is none
 
     def __post_init__(self):
         object.__setattr__(self, "hidden", tuple(self.hidden))
@@ -64,12 +75,10 @@ class Head:
 
     def hidden_layers(self, width: int) -> nn.Sequential:
         """Return the hidden layers, with their activations between and after them."""
-        widths = [width, *self.hidden]
-        layers = [
-            layer
-            for before, after in pairwise(widths)
-            for layer in (Float32Linear(before, after), ACTIVATIONS[self.activation]())
-        ]
+        layers: list[nn.Module] = []
+        for before, after in pairwise([width, *self.hidden]):
+            norm = [Float32GroupNorm(self.groups, after)] if self.groups else []
+            layers += [Float32Linear(before, after), *norm, ACTIVATIONS[self.activation]()]
         return nn.Sequential(*layers)
 
 
@@ -89,7 +98,13 @@ def split_columns(outputs: Outputs, logits: torch.Tensor) -> list[torch.Tensor]:
 def places(outputs: Outputs, logits: torch.Tensor) -> torch.Tensor:
     """Return what pairs of each output compare in `logits` [N, C]: a logit, or a mean, [N, K]."""
     split = zip(outputs, split_columns(outputs, logits), strict=True)
-    return torch.stack([of[:, 0] if output.kind == "gaussian" else of.mean(1) for output, of in split], 1)
+    return torch.stack([_place(output, of) for output, of in split], 1)
+
+
+def _place(output: Output, columns: torch.Tensor) -> torch.Tensor:
+    if output.bins > 1:
+        return _number(output, columns)
+    return columns[:, 0] if output.kind == "gaussian" else columns.mean(1)
 
 
 def numbers(outputs: Outputs, logits: torch.Tensor) -> torch.Tensor:
@@ -101,6 +116,8 @@ def numbers(outputs: Outputs, logits: torch.Tensor) -> torch.Tensor:
 def _number(output: Output, columns: torch.Tensor) -> torch.Tensor:
     if not output.rates:
         return columns[:, 0]
+    if output.bins > 1:
+        return columns.softmax(1) @ torch.linspace(0, 1, output.bins, dtype=columns.dtype, device=columns.device)
     return output.low + (output.high - output.low) * columns.sigmoid().mean(1)
 
 

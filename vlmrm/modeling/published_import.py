@@ -37,7 +37,14 @@ from vlmrm.modeling.manifest import (
     save_reward_files,
     write_complete,
 )
-from vlmrm.modeling.published_layouts import PROMPT, PublishedLayout, find_layout, named_layout, question_template
+from vlmrm.modeling.published_layouts import (
+    PROMPT,
+    PublishedLayout,
+    find_layout,
+    frames_template,
+    named_layout,
+    question_template,
+)
 from vlmrm.modeling.published_weights import (
     Reader,
     StoredWeights,
@@ -102,8 +109,8 @@ def import_reward(
         )
     processor = _processor(opened, trust_remote_code)
     if template is not None:
-        processor.chat_template = question_template(processor, _instructions(form, template))
-    limits = min_pixels or form.pixels, max_pixels or form.pixels
+        _set_template(processor, form, template)
+    limits = min_pixels or form.least_pixels or form.pixels, max_pixels or form.pixels
     if limits != (None, None):  # in the processor, so that training keeps them too
         processor.image_processor.size = limited_size(processor, *limits)
     _fit_vocabulary(config, processor, form, opened.weights.readers)
@@ -170,7 +177,7 @@ def _check_options(layout: PublishedLayout, template: str | Path | None) -> None
         )
     if template is not None and not layout.places:
         raise ConfigError(f"{layout.name} is read through its chat template: leave --template out.")
-    if len(layout.heads) > 1 and NAME not in str(template):
+    if min(len(layout.heads), len(layout.outputs.branches)) > 1 and NAME not in str(template):
         raise ConfigError(
             f"{layout.name} has an instruction for each of {', '.join(layout.outputs.names)}: write {NAME} in "
             "--template where the names of their files differ."
@@ -230,14 +237,18 @@ def _processor(opened: Opened, trust_remote_code: bool) -> Any:
     return processor
 
 
-def _instructions(layout: PublishedLayout, template: str | Path) -> dict[str, str]:
-    """Return the authors' instruction for each output, up to the token at which it is read."""
+def _set_template(processor: Any, layout: PublishedLayout, template: str | Path) -> None:
+    """Give the processor the chat template that writes the authors' instruction of each output, up to its token."""
+    if layout.frames:
+        text = read_wording(template, f"--template {template}", PROMPT)
+        processor.chat_template = frames_template(processor, text, layout.tokens[-1])
+        return
     instructions = {}
     for name, place in layout.places.items():
         path = str(template).replace(NAME, name)
         text = read_wording(path, f"--template {path}", PROMPT, place.token)
         instructions[name] = text[: text.index(place.token) + len(place.token)]
-    return instructions
+    processor.chat_template = question_template(processor, instructions)
 
 
 def _fit_vocabulary(
@@ -315,8 +326,8 @@ def convert_head(
     each output. By `norm` a number becomes (number - mean) / std, as its authors give it.
     """
     names, outputs = list(names), layout.outputs
-    layers = _side_by_side([_layers(layout, head, names, read) for head in layout.heads])
-    last, bias = layers.pop()
+    *each, (last, bias) = _side_by_side([_layers(layout, head, names, read) for head in layout.heads])
+    layers, norms = ([layer for layer in each if layer[0].ndim == dimensions] for dimensions in (2, 1))
     if len(last) == 1:
         last = last.repeat(len(outputs), 1)
         bias = None if bias is None else bias.repeat(len(outputs))
@@ -327,11 +338,14 @@ def convert_head(
     if norm:
         mean, std = (torch.tensor([norm[f"{name}_{it}"] for name in outputs.names]) for it in ("mean", "std"))
         last, bias = last.float() / std[:, None], ((0.0 if bias is None else bias.float()) - mean) / std
-    head = Head([len(weight) for weight, _ in layers], layout.activation or "silu", bias is not None)
+    groups = len(layout.heads) if norms else 0
+    head = Head([len(weight) for weight, _ in layers], layout.activation or "silu", bias is not None, groups)
     weights = {"score.weight": last} | ({} if bias is None else {"score.bias": bias})
-    for index, (weight, hidden_bias) in enumerate(layers):
-        weights[f"score_hidden.{2 * index}.weight"] = weight
-        weights[f"score_hidden.{2 * index}.bias"] = torch.zeros(len(weight)) if hidden_bias is None else hidden_bias
+    for place, of_kind in enumerate((layers, norms)):
+        for index, (weight, hidden_bias) in enumerate(of_kind):
+            name = f"score_hidden.{index * (3 if norms else 2) + place}"
+            weights[f"{name}.weight"] = weight
+            weights[f"{name}.bias"] = torch.zeros(len(weight)) if hidden_bias is None else hidden_bias
     widths = [width, *head.hidden, outputs.columns]
     for (weight, _), (before, after) in zip([*layers, (last, bias)], pairwise(widths), strict=True):
         if weight.shape != (after, before):
@@ -349,7 +363,7 @@ def _side_by_side(heads: Sequence[Layers]) -> Layers:
     return [
         (
             torch.cat([weight for weight, _ in each])
-            if number == 0
+            if number == 0 or each[0][0].ndim == 1
             else torch.block_diag(*(weight for weight, _ in each)),
             torch.cat([bias for _, bias in each if bias is not None]),
         )
@@ -371,7 +385,9 @@ def _layers(layout: PublishedLayout, head: str | None, names: Sequence[str], rea
     for layer, tensors in layers.items():
         weight = tensors.get("weight")
         complete = (
-            weight is not None and weight.ndim == 2 and all(len(tensor) == len(weight) for tensor in tensors.values())
+            weight is not None
+            and weight.ndim == (1 if str(layer) in layout.norms else 2)
+            and all(len(tensor) == len(weight) for tensor in tensors.values())
         )
         if not complete or layout.bias not in (None, "bias" in tensors):
             raise CheckpointError(f"layer {layer} of the head is incomplete: copy the checkpoint again.")
@@ -410,7 +426,7 @@ class Naming:
 
     def of(self, stored: str) -> tuple[str, str] | None:
         """Return the name in memory and that in the new file; None for a weight of a reward or language head."""
-        if self.layout.matches(stored) or NOT_READ.search(stored):
+        if self.layout.matches(stored) or NOT_READ.search(stored) or re.fullmatch(self.layout.unread, stored):
             return None
         loaded, converter = core_model_loading.rename_source_key(
             stored, self.renamings, self.converters, self.prefix, self.expected

@@ -52,6 +52,17 @@ COLLECTED = """\
 {%- endfor -%}
 """
 PROMPT = "{text_prompt}"  # its place in an instruction
+# Of an episode: the instruction, then each frame with its token, by the model's own template up to the last of them.
+FRAMES = """\
+{%- set ns.parts = [{"type": "text", "text": INSTRUCTION}] -%}
+{%- for _ in ns.media -%}
+  {%- set ns.parts = ns.parts + [{"type": "image"}, {"type": "text", "text": TOKEN}] -%}
+{%- endfor -%}
+{%- set messages = [{"role": "user", "content": ns.parts}] -%}
+{%- set add_vision_id = true -%}
+{%- set written -%}OWN{%- endset -%}
+{{- written.rsplit(TOKEN, 1)[0] ~ TOKEN -}}
+"""
 
 
 def question_template(processor: Any, instructions: Mapping[str, str]) -> str:
@@ -74,6 +85,14 @@ def question_template(processor: Any, instructions: Mapping[str, str]) -> str:
     ]
     body = f"{{{', '.join(bodies)}}}[output | default({_literal([*instructions][-1])})]"
     return f"{collected}{{{{- {_literal(before)} ~ ns.media ~ {body} -}}}}"
+
+
+def frames_template(processor: Any, instruction: str, token: str) -> str:
+    """Return a chat template in Jinja: a user's turn of the instruction, then of each frame and its token."""
+    collected = COLLECTED.replace("IMAGE", _literal(MARK)).replace("VIDEO", "raise_exception('it takes no video')")
+    body = _literal(instruction).replace(PROMPT, '" ~ ns.prompt ~ "')
+    written = FRAMES.replace("INSTRUCTION", body).replace("TOKEN", _literal(token))
+    return collected + written.replace("OWN", processor.chat_template)
 
 
 def _literal(text: str) -> str:
@@ -115,6 +134,11 @@ class PublishedLayout:
     # Of each output, where authors ask by an instruction, in `--template`; else the checkpoint's chat template asks.
     places: Mapping[str, Place] = field(default_factory=dict)
     pixels: int | None = None  # area of every image
+    least_pixels: int | None = None  # of an image
+    frames: bool = False  # the token follows each frame of an episode, and the last one is read
+    norms: Sequence[str] = ()  # those of `layers` that normalise
+    unread: str = r"(?!)"  # pattern of further weights that are no part of the backbone
+    more_tokens: Sequence[str] = ()  # that the authors add to the tokenizer, before those at which they read
     text_positions: bool = False  # its images had the positions of text
     model_types: Sequence[str] = ()  # of the backbones that its authors compute so; empty for any
     base: str | None = None  # repository of its configuration and processor, where it comes without
@@ -123,7 +147,7 @@ class PublishedLayout:
     @property
     def tokens(self) -> list[str]:
         """The reward tokens; the authors add them to the tokenizer in this order."""
-        return list(dict.fromkeys(place.token for place in self.places.values()))
+        return list(dict.fromkeys([*self.more_tokens, *(place.token for place in self.places.values())]))
 
     @property
     def heads(self) -> list[str | None]:
@@ -215,6 +239,24 @@ LAYOUTS = (
         model_types=["qwen2_vl"],
         base="Qwen/Qwen2-VL-2B-Instruct",
         settings="model_config.json",
+    ),
+    PublishedLayout(
+        "robometer",
+        rf"(?P<head>progress|success)_head\.(?P<layer>\d+)\.{KIND}",
+        "robometer/robometer c7f38e2, models/heads.py and rbm.py",
+        "gelu",
+        layers=["0", "1", "4"],
+        norms=["1"],
+        bias=True,
+        ids=["robometer"],
+        outputs=Outputs((Output("progress", "progress", bins=10), Output("success", "correctness", weight=0))),
+        places={name: Place("<|prog_token|>", name) for name in ("progress", "success")},
+        frames=True,
+        unread=r"(preference_head|frame_pool_attn)\..*",
+        more_tokens=[f"<|{name}_token|>" for name in ("split", "reward", "pref", "sim")],
+        least_pixels=4 * 32 * 32,
+        model_types=["qwen3_vl"],
+        base="Qwen/Qwen3-VL-4B-Instruct",
     ),
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}

@@ -15,11 +15,12 @@ from PIL import ImageOps
 from transformers import ProcessorMixin
 
 from vlmrm.batching import to_device
+from vlmrm.batching.collator import branches_of
 from vlmrm.conversation import Conversation, Image, Message
 from vlmrm.errors import CheckpointError, ConfigError, RowError, first_line
 from vlmrm.modeling.attention import attention_of, not_shared, padded_batcher, share, use_attention
 from vlmrm.modeling.reward_model import RewardModel
-from vlmrm.rendering import Rendered, Renderer, branches_of
+from vlmrm.rendering import Rendered, Renderer
 
 # What a library raises that was made for other calls; a checkpoint unlike those tested may do so.
 PROGRAM_ERRORS = (

@@ -83,7 +83,8 @@ class Objective:
         if not output.rates:
             return fit
         target = pairs["target"]
-        return torch.where(target.isnan(), fit, rated(columns[pairs["chosen"]], target.nan_to_num()))
+        of_target = rated if output.bins == 1 else binned
+        return torch.where(target.isnan(), fit, of_target(columns[pairs["chosen"]], target.nan_to_num()))
 
 
 def judged_weights(pairs: Pairs, outputs: int = 1) -> torch.Tensor:
@@ -102,6 +103,12 @@ def rated(columns: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     steps = columns.shape[1]
     above = (target[:, None] * steps - torch.arange(steps, device=target.device)).clamp(0, 1)
     return binary_cross_entropy_with_logits(columns, above, reduction="none").sum(1)
+
+
+def binned(columns: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the cross-entropy [N] of S bins [N, S], spaced evenly from 0 to 1, for the two next to targets [N]."""
+    distance = target[:, None] * (columns.shape[1] - 1) - torch.arange(columns.shape[1], device=target.device)
+    return -((1 - distance.abs()).clamp(min=0) * columns.log_softmax(1)).sum(1)
 
 
 # Nodes and logarithms of the weights of Gauss-Hermite quadrature: E[f(d)] = Σ w f(√2 s x + m) / √π.

@@ -13,8 +13,11 @@ from torch.nn import functional
 from transformers import AutoProcessor, Qwen3VLModel
 
 from vlmrm.errors import CheckpointError, ConfigError, RewardError
+from vlmrm.modeling.published_import import import_reward
 from vlmrm.modeling.tiny import make_tiny
 from vlmrm.rewards import RewardSet
+from vlmrm.scoring.loading import load_scorer
+from vlmrm.scoring.protocol import prefixes_of
 
 TASK = "Push the block."
 WORDS = "The robot should do this: '{text_prompt}'. How far is it at each frame?"
@@ -119,6 +122,19 @@ def test_it_reads_progress_and_success_after_every_frame(base, backbone, heads, 
         scored = made(prompt=[TASK] * 2, video=[frames, frames[:2]]).rewards["meter"]
         assert scored == pytest.approx(expected[output][[4, 1]], abs=1e-5)
         assert abs(made(prompt=["Stay."], video=[frames]).rewards["meter"][0] - expected[output][4]) > 1e-4
+
+
+def test_both_are_outputs_of_one_imported_model(base, backbone, heads, frames, tmp_path):
+    folder = written(tmp_path, backbone, heads, "model.")
+    layout = {"layout": "robometer", "base": base, "template": folder / "words.txt"}
+    out = import_reward(folder / "model.safetensors", tmp_path / "out", **layout).folder
+    resized = [frame.resize((96, 64)) for frame in frames]
+    expected = theirs(base, backbone, heads, resized)
+    scorer = load_scorer(out, dtype="float32")
+    values = scorer.score_outputs(prefixes_of(TASK, resized))
+    for name in ("progress", "success"):
+        assert [value[name] for value in values] == pytest.approx(expected[name], abs=1e-5)
+    assert scorer.score_prefixes(TASK, resized) == pytest.approx(expected["progress"], abs=1e-5)
 
 
 def test_what_cannot_be_is_refused(base, backbone, heads, frames, tmp_path):
