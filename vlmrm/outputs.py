@@ -111,6 +111,11 @@ class Outputs:
         """Return the outputs as a checkpoint holds them; None for the default, of which it says nothing."""
         return None if self == ONE else [asdict(one) for one in self.each]
 
+    def keys(self) -> dict[str, dict[str, Any]]:
+        """Return the keys `outputs` and `total` of a configuration."""
+        total = {one.name: one.weight for one in self.each if one.weight}
+        return {"outputs": {one.name: one.written() for one in self.each}, "total": total}
+
     def __iter__(self) -> Iterator[Output]:
         return iter(self.each)
 

@@ -24,7 +24,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.batching.collator import plain_worker_errors
 from vlmrm.batching.media import blank_image
-from vlmrm.data.comparisons import IrrelevantQueries, load_train_and_eval
+from vlmrm.data.comparisons import IrrelevantQueries, data_fingerprint, load_train_and_eval
 from vlmrm.errors import ConfigError, Interrupted, Preempted, TrainingError, first_line
 from vlmrm.files import write_json
 from vlmrm.logs import start_log
@@ -150,6 +150,11 @@ class Run:
                 logger.warning(remark)
         if not keys.check_sight:
             logger.warning("check_sight: false: nothing checks that %s sees images", keys.model_name_or_path)
+        if args.eval_strategy != "no":
+            held_out = self.data_args.eval_dataset_path
+            trainer.reference = from_first_rank(
+                lambda: data_fingerprint(held_out) if held_out else self.settings["dataset_path_content"]
+            )
         trainer.prove_sight = self._prove_sight if keys.check_sight else None
         trainer.compiles = partial(compiles, keys, args, model)
         if keys.vision_cache_dir is not None:  # adapters have frozen the model by now
@@ -174,6 +179,7 @@ class Run:
             provenance=provenance(source),
             base_digest=self.base_digest,
             outputs=self.data_args.named_outputs,
+            **self.trainer.saved_scale,
         )
         write_json(folder / SETTINGS, self.settings)
 
