@@ -154,7 +154,9 @@ class OpenSet:
         return "" if self.definition.name is None else f" of {self.definition.name}"
 
 
-def evaluation_sets(args: EvaluationArguments, data_args: DataArguments, outputs: Outputs) -> list[EvaluationSet]:
+def evaluation_sets(
+    args: EvaluationArguments, data_args: DataArguments, outputs: Outputs = ONE
+) -> list[EvaluationSet]:
     """Return the sets that the arguments name; `outputs` are those that may be measured.
 
     One set has its table in `output_file`; several have theirs in the folder of that name, without the suffix, and
