@@ -41,7 +41,7 @@ class Output:
     weight: float = 1.0
 
     @classmethod
-    def parse(cls, name: str, text: str, weight: float = 1.0) -> Output:
+    def parse(cls, name: str, text: str) -> Output:
         """Return an output as the configuration writes it: `preference`, or `rating 1-5`."""
         match = WRITTEN.fullmatch(str(text).strip())
         kind = match["kind"] if match else ""
@@ -54,7 +54,7 @@ class Output:
             raise ConfigError(
                 f"the output {name} is {text!r}: write it from low to high, an ordinal in whole numbers."
             )
-        return cls(name, kind, low, high, weight)
+        return cls(name, kind, low, high)
 
     @property
     def columns(self) -> int:
@@ -75,6 +75,8 @@ class Output:
         """Return where in the range a value lies, from 0 to 1."""
         if not self.low <= value <= self.high:
             raise RowError(f"its {self.name} is {value:g}, outside of {self.low:g} to {self.high:g}")
+        if self.kind == "ordinal" and not value.is_integer():
+            raise RowError(f"its {self.name} is {value:g}, and an ordinal has whole numbers: make the output a rating")
         return (value - self.low) / (self.high - self.low)
 
     def written(self) -> str:
@@ -94,13 +96,16 @@ class Outputs:
             if total:
                 raise ConfigError(f"total weighs outputs, and there is only one: {WRITE} first.")
             return cls()
+        each = [Output.parse(name, text) for name, text in outputs.items()]
         if unknown := sorted({*(total or {})} - {*outputs}):
             raise ConfigError(f"total weighs {unknown[0]}, which is no output: there are {', '.join(outputs)}.")
         try:
             weights = {name: float(weight) for name, weight in (total or {next(iter(outputs)): 1.0}).items()}
         except ValueError as error:
             raise ConfigError(f"total holds what is no number ({error}): write total: {{NAME: WEIGHT}}.") from None
-        return cls(tuple(Output.parse(name, text, weights.get(name, 0.0)) for name, text in outputs.items()))
+        if not any(weights.values()):
+            raise ConfigError("total weighs every output by 0: give one of them a weight, or remove total.")
+        return cls(tuple(replace(one, weight=weights.get(one.name, 0.0)) for one in each))
 
     @classmethod
     def of(cls, described: Sequence[Mapping[str, Any]] | None) -> Outputs:
