@@ -75,7 +75,7 @@ class Output:
         """Return where in the range a value lies, from 0 to 1."""
         if not self.low <= value <= self.high:
             raise RowError(f"its {self.name} is {value:g}, outside of {self.low:g} to {self.high:g}")
-        if self.kind == "ordinal" and not value.is_integer():
+        if self.kind == "ordinal" and value % 1:
             raise RowError(f"its {self.name} is {value:g}, and an ordinal has whole numbers: make the output a rating")
         return (value - self.low) / (self.high - self.low)
 

@@ -188,12 +188,12 @@ def facts_of_data(arguments: DataArguments) -> DataFacts:
     """Read a sample of the rows, and the sizes of their images."""
     dataset: Any = None
     try:
-        dataset = load_comparisons(arguments.dataset_path, arguments=arguments)
+        dataset = cast(Any, load_comparisons(arguments.dataset_path, arguments=arguments))
     except DataError:
         if not (outputs := rating_columns(arguments)):
             raise
         arguments = replace(arguments, outputs=outputs)
-        dataset = load_comparisons(arguments.dataset_path, arguments=arguments)
+        dataset = cast(Any, load_comparisons(arguments.dataset_path, arguments=arguments))
     count = len(dataset)
     chosen = np.sort(np.random.default_rng(0).choice(count, min(SAMPLE, count), replace=False))
     rows = [dataset[int(number)]["comparison"] for number in chosen]

@@ -20,6 +20,7 @@ from vlmrm.measures.analysis import GROUP, Finding, analyse, audit, figures
 from vlmrm.measures.differences import PairedTest, compare
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.pairs import COLUMNS, margins_of, not_finite, read_pairs
+from vlmrm.outputs import ONE, Outputs
 
 TrainingLog = Sequence[Mapping[str, float]]  # HF's `log_history`
 
@@ -164,12 +165,20 @@ class Choice:
     limits: Mapping[str, str] = field(default_factory=dict)  # interventions that could not be tried, with the reason
     behind: Mapping[str, PairedTest] = field(default_factory=dict)  # the best against each other, by its label
     unlike: str = ""  # why they cannot be compared
+    row: Mapping[str, Any] = field(default_factory=dict)  # of the results
+    outputs: Outputs = ONE
 
 
 def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:
     """Return the results (.json) beside the paths that have them; frames, and pairs without a sweep, have none."""
     pairs = [scores_path(Path(source)) for source in sources if not isinstance(source, pd.DataFrame)]
     return [load_results(path) for path in map(details_path, pairs) if path.is_file()]
+
+
+def rated_alone(sources: Sequence[pd.DataFrame | str | Path], sweeps: Sequence[ResultsFile]) -> bool:
+    """Return whether the results are of outputs, without any pair."""
+    paired = any(isinstance(it, pd.DataFrame) or scores_path(Path(it)).is_file() for it in sources)
+    return not paired and any(sweep["best"] and "outputs" in row for sweep in sweeps for row in sweep["results"])
 
 
 def without_figures(sweeps: Sequence[ResultsFile]) -> list[str]:
@@ -215,7 +224,12 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
     sweep, row = held[0]
     benchmark = (sweep["settings"]["benchmark"], row["benchmark"]) if "benchmark" in row else None
     known = {"leakage": sweep["leakage"], "benchmark": benchmark, "limits": row.get("limits", {})}
-    return replace(choice, path=row["path"], **known)
+    return replace(choice, path=row["path"], row=row, outputs=outputs_of(sweep), **known)
+
+
+def outputs_of(sweep: ResultsFile) -> Outputs:
+    """Return the outputs that were measured."""
+    return Outputs.of(sweep["settings"].get("reading", {}).get("outputs"))
 
 
 def _compared(best: Checkpoint, checkpoints: Sequence[Checkpoint]) -> tuple[Mapping[str, PairedTest], str]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from vlmrm.evaluation.choosing import INSTEAD
 from vlmrm.evaluation.public import benchmark, published_table
 from vlmrm.evaluation.report import audit
 from vlmrm.evaluation.report.checkpoints import (
@@ -21,6 +22,7 @@ from vlmrm.evaluation.report.checkpoints import (
     percent,
     points,
 )
+from vlmrm.evaluation.results import COUNTS
 from vlmrm.measures import plots
 from vlmrm.measures.analysis import GROUP, MARGIN
 from vlmrm.measures.analysis import LEVEL as TOGETHER
@@ -28,6 +30,7 @@ from vlmrm.measures.differences import PairedTest
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRICS
+from vlmrm.outputs import FIGURES, Outputs
 
 CATEGORIES = 40  # in one figure; the table beside it has them all
 LONG = 30  # letters of a name, more than half a page has room for
@@ -86,6 +89,7 @@ def sections(
         of_checkpoints(checkpoints, choice),
         *([of_training(logs)] if logs else []),
         *([of_published(best, *choice.benchmark)] if choice.benchmark else []),
+        *([of_outputs(choice.outputs, [choice.row])] if "outputs" in choice.row else []),
         of_audit(best, choice.limits),
         of_categories(best),
         of_scores(best),
@@ -193,6 +197,31 @@ def _published(figure: Estimate | str | float | None) -> str:
     if isinstance(figure, Estimate):
         return figure.in_percent()
     return f"{100 * figure:.1f}" if isinstance(figure, float) else "–"
+
+
+def of_outputs(outputs: Outputs, rows: Sequence[Mapping[str, Any]]) -> Section:
+    """Show how far each output agrees with what people say of it: of the first row in full, of others by a figure."""
+    figures = {it: rows[0]["outputs"][it.name] for it in outputs if it.name in rows[0]["outputs"]}
+    names = [name for name in (*FIGURES, *COUNTS) if any(name in of for of in figures.values())]
+    cells = [[it.name, it.written(), *(_figure(of.get(name)) for name in names)] for it, of in figures.items()]
+    tables = [Table("Each output", ["output", "kind", *(name.replace("_", " ") for name in names)], cells)]
+    if len(rows) > 1:
+        firsts = {it.name: next(name for name in INSTEAD if name in of) for it, of in figures.items()}
+        cells = [
+            [row["checkpoint"], *(_figure(row["outputs"][name][first]) for name, first in firsts.items())]
+            for row in rows
+        ]
+        head = ["checkpoint", *(f"{name} {first}" for name, first in firsts.items())]
+        tables.append(Table("Every checkpoint, the best first", head, cells, kept=1))
+    text = "Intervals hold for other prompts, so that answers to a single one have none."
+    return Section("outputs", "Outputs", text, tables=tables)
+
+
+def _figure(figure: Any) -> str:
+    if not isinstance(figure, Mapping):
+        return "–" if figure is None else f"{figure:,}"
+    value, low, high = (number(figure[part]) for part in ("value", "low", "high"))
+    return value if low == "–" else f"{value} ({low} to {high})"
 
 
 def of_audit(best: Checkpoint, limits: Mapping[str, str]) -> Section:
