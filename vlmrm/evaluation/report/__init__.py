@@ -34,7 +34,7 @@ from vlmrm.evaluation.report.checkpoints import (
     without_figures,
 )
 from vlmrm.evaluation.report.explorer import pack_pairs
-from vlmrm.evaluation.report.sections import curve, of_outputs, of_training, sections
+from vlmrm.evaluation.report.sections import curve, of_outputs, sections
 from vlmrm.evaluation.schema import ResultsFile
 from vlmrm.files import make_folder, require_own_file, write_file
 from vlmrm.libraries import missing
@@ -122,7 +122,6 @@ def _of_ratings(sweeps: Sequence[ResultsFile]) -> dict[str, Any]:
     sweep, best = sweeps[0], sweeps[0]["best"]
     assert best is not None
     rows = sorted((it for it in sweep["results"] if not it["error"]), key=lambda it: it["path"] != best["path"])
-    logs = training_logs(sweeps)
     return {
         "label": best["checkpoint"],
         "path": best["path"],
@@ -130,7 +129,7 @@ def _of_ratings(sweeps: Sequence[ResultsFile]) -> dict[str, Any]:
         "peers": f"Best of {len(rows)} by {best['metric'].replace('_', ' ')}." if len(rows) > 1 else "",
         "left_out": ["These data have ratings and no pairs, so that interventions have nothing to compare."],
         "first": [],
-        "sections": [of_outputs(outputs_of(sweep), rows), *([of_training(logs)] if logs else [])],
+        "sections": [of_outputs(outputs_of(sweep), rows)],
     }
 
 
