@@ -191,7 +191,7 @@ def calibration(pairs: Scored, singles: Scored) -> dict[str, float]:
     """Return the error of probabilities and of percentiles, each on a half that did not set the scale."""
     margins = np.array([values["better"][0] - values["better"][1] for values in pairs.values])
     scores = np.array([values["better"][0] for values in singles.values])
-    scale = scale_of({TOTAL: Reference(scores[::2], margins[::2])}, "laboratory")
+    scale = scale_of({TOTAL: Reference(scores[::2], margins[::2])})
     error = CalibrationError(margins[1::2] / scale["reward_temperature"]).influence().value
     percentile = transform_named("percentile", scale)
     shares = np.sort(percentile(scores[1::2]))

@@ -67,7 +67,7 @@ def test_saved_normalisation_is_the_checkpoint_s():
 def test_percentiles_and_probabilities_are_of_reference_scores():
     scores = np.random.default_rng(0).normal(2.0, 3.0, 5000)
     drawn = np.random.default_rng(1).random(20000) < 1 / (1 + np.exp(-1))
-    scale = scale_of({TOTAL: Reference(scores, np.where(drawn, 1.5, -1.5))}, "some")
+    scale = scale_of({TOTAL: Reference(scores, np.where(drawn, 1.5, -1.5))})
     shares = transform_named("percentile", scale)([-100.0, 2.0, 5.0, 100.0])
     assert shares == pytest.approx([0.0, 0.5, 0.841, 1.0], abs=0.02)
     better = transform_named("probability", scale)([np.median(scores), np.median(scores) + 1.5])

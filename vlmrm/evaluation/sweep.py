@@ -188,12 +188,11 @@ def keep_scale(path: str, of_sets: Sequence[Mapping[str, Reference]], data: str)
         name: Reference(*map(np.concatenate, zip(*(it[name] for it in of_sets if name in it), strict=True)))
         for name in dict.fromkeys(name for it in of_sets for name in it)
     }
-    scale = scale_of(pooled, data)
-    if not scale:
+    if not (scale := scale_of(pooled)):
         logger.warning("All scores of %s are equal: nothing is saved to normalise by", path)
         return
     try:
-        saved = save_scale(path, scale)
+        saved = save_scale(path, {**scale, "reward_data": data})
     except (ConfigError, CheckpointError) as error:
         logger.warning("The scale of the scores is not saved with the best checkpoint: %s", error)
         return

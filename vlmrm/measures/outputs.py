@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from vlmrm.conversation import Comparison, Judgement, agreed_pairs
-from vlmrm.measures.intervals import NAN, Correlation, Figure, Influence, Mean
+from vlmrm.measures.intervals import NAN, Correlation, Figure, Mean
 from vlmrm.measures.pairs import credits_of
 from vlmrm.measures.statistics import fitted_temperature
 from vlmrm.outputs import Output, Outputs
@@ -92,7 +91,7 @@ def _merged(comparison: Comparison, outputs: Outputs, number: int) -> Iterator[J
     yield from (judgement for judgement in own if judgement.kind == "preference")
 
 
-def _figures(output: Output, of: Judged) -> Iterator[tuple[str, Figure | int, np.ndarray]]:
+def _figures(output: Output, of: Judged) -> Iterator[tuple[str, Figure | float, np.ndarray]]:
     """Yield the name of each figure, the figure, and the numbers of the comparisons of its rows."""
     credits, owners = Mean(credits_of(of.margins), scale="share"), of.owners[of.pairs[:, 0]]
     if len(owners) and output.kind != "progress":
@@ -102,7 +101,7 @@ def _figures(output: Output, of: Judged) -> Iterator[tuple[str, Figure | int, np
         return
     yield "ratings", int(rated.sum()), of.owners
     if output.kind == "correctness":
-        yield "auc", Discrimination(of.values[rated], of.ratings[rated] >= RIGHT), of.owners[rated]
+        yield "auc", _auc(of.ratings[rated] >= RIGHT, of.values[rated]), of.owners
         wrong, first = _firsts(of.owners, rated & (of.ratings < RIGHT))
         found = dict(zip(*_firsts(of.owners, rated & (of.values < RIGHT)), strict=True))
         hits = [float(found.get(owner) == place) for owner, place in zip(wrong, first, strict=True)]
@@ -121,25 +120,11 @@ def _firsts(owners: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return numbers, np.flatnonzero(where)[first]
 
 
-@dataclass(frozen=True)
-class Discrimination(Figure):
-    """The area under the ROC curve of values[N] that tell `positive` [N] from others (DeLong et al. 1988)."""
-
-    values: np.ndarray
-    positive: np.ndarray
-    scale = "share"
-
-    def influence(self) -> Influence:
-        size, n = np.where(self.positive, self.positive.sum(), (~self.positive).sum()), len(self.values)
-        if not self.positive.any() or self.positive.all():
-            return Influence(NAN, np.zeros(n), np.zeros(n), n)
-        own = np.empty(n)
-        for side in (self.positive, ~self.positive):
-            own[side] = rankdata(self.values[side])
-        beaten = (rankdata(self.values) - own) / (n - size)  # the share of the other side that is lower
-        right = np.where(self.positive, beaten, 1 - beaten)
-        value = float(right[self.positive].mean())
-        return Influence(value, (right - value) / size, 1 / (2 * size), n)
+def _auc(positive: np.ndarray, values: np.ndarray) -> float:
+    above, below = positive.sum(), (~positive).sum()
+    if not above or not below:
+        return NAN
+    return (rankdata(values)[positive].sum() - above * (above + 1) / 2) / (above * below)
 
 
 # The scale of scores -------------------------------------------------------------------------------------------------
@@ -178,13 +163,11 @@ def references(
     return found
 
 
-def scale_of(references: Mapping[str, Reference], data: str) -> dict[str, Any]:
-    """Return what a checkpoint carries of its scores on reference data, the fingerprint `data`, or nothing."""
+def scale_of(references: Mapping[str, Reference]) -> dict[str, Any]:
+    """Return what a checkpoint carries of its scores on reference data; nothing where all are equal."""
     spread = {name: it for name, it in references.items() if len(it.scores) and np.ptp(it.scores) > 0}
     scales = {name: _scale(it.scores, fitted_temperature(it.margins)) for name, it in spread.items()}
-    if TOTAL not in scales:
-        return {}
-    total = {**scales.pop(TOTAL), "reward_data": data}
+    total = scales.pop(TOTAL, {})
     return {**total, "reward_scales": scales} if scales else total
 
 

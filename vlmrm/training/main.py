@@ -99,6 +99,8 @@ class Run:
         self.processor = load_processor(keys.model_name_or_path, keys.model_revision, args.trust_remote_code)
         self.settings = training_settings(keys, self.data_args, args)  # every key, and fingerprints of data and model
         self.base_digest = from_first_rank(lambda: base_digest(keys))
+        held_out = self.data_args.eval_dataset_path or self.data_args.dataset_path
+        self.reference = from_first_rank(lambda: data_fingerprint(held_out))
 
     def resume(self) -> bool:
         """Choose the checkpoint that the run goes on from, compare both, and return whether there are steps left."""
@@ -150,11 +152,6 @@ class Run:
                 logger.warning(remark)
         if not keys.check_sight:
             logger.warning("check_sight: false: nothing checks that %s sees images", keys.model_name_or_path)
-        if args.eval_strategy != "no":
-            held_out = self.data_args.eval_dataset_path
-            trainer.reference = from_first_rank(
-                lambda: data_fingerprint(held_out) if held_out else self.settings["dataset_path_content"]
-            )
         trainer.prove_sight = self._prove_sight if keys.check_sight else None
         trainer.compiles = partial(compiles, keys, args, model)
         if keys.vision_cache_dir is not None:  # adapters have frozen the model by now
@@ -179,7 +176,7 @@ class Run:
             provenance=provenance(source),
             base_digest=self.base_digest,
             outputs=self.data_args.named_outputs,
-            **self.trainer.saved_scale,
+            **{**self.trainer.scales.get(self.trainer.state.global_step, {}), "reward_data": self.reference},
         )
         write_json(folder / SETTINGS, self.settings)
 

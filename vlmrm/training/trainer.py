@@ -121,14 +121,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         self.compiles: Callable[[int], bool] = lambda steps: False  # whether blocks are, once the model proved sight
         self.rates: dict[str, float] = {}  # of the last step, by key
         self._evaluated: list[ScoredRow] = []
-        self.reference = ""  # the fingerprint of what is evaluated
-        self.scale: tuple[int, dict[str, Any]] = -1, {}  # of the scores of the last evaluation, at its step
-
-    @property
-    def saved_scale(self) -> dict[str, Any]:
-        """Return the scale of the weights as they are; nothing where no evaluation measured them."""
-        step, scale = self.scale
-        return scale if step == self.state.global_step else {}
+        self.scales: dict[int, dict[str, Any]] = {}  # that of the scores of the last evaluation, by its step
 
     # Data -----------------------------------------------------------------------------------------------------------
 
@@ -310,7 +303,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
                 f"scored, and why others were not is in *_{DROPPED_ROWS} of {self.args.output_dir}."
             )
         found = references(outputs, judged, scores, PairArrays(pairs).decided)
-        self.scale = self.state.global_step, scale_of(found, self.reference)
+        self.scales = {self.state.global_step: scale_of(found)}
         wanted = (self.args.metric_for_best_model or "").removeprefix("eval_")
         if of_outputs and self.args.load_best_model_at_end and wanted and wanted not in figures:
             names = ", ".join(name for name in figures if not name.endswith(("_ratings", "_pairs")))
@@ -330,11 +323,8 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
     def save_final(self, folder: Path) -> None:
         """Save the model, without optimizer state, as a complete checkpoint."""
         self.row_tally.check()
-        best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
-        if best is not None:
-            self.scale = self.state.global_step, scale_in(best)
-        elif self.args.eval_strategy != "no" and self.scale[0] != self.state.global_step:
-            self.evaluate()
+        if self.args.load_best_model_at_end and (best := self.state.best_model_checkpoint) is not None:
+            self.scales = {self.state.global_step: scale_in(best)}
         with self._saving(folder):
             self.save_model(str(folder), _internal_call=True)
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from vlmrm.evaluation.choosing import INSTEAD
 from vlmrm.evaluation.public import benchmark, published_table
 from vlmrm.evaluation.report import audit
 from vlmrm.evaluation.report.checkpoints import (
@@ -200,26 +199,23 @@ def _published(figure: Estimate | str | float | None) -> str:
 
 
 def of_outputs(outputs: Outputs, rows: Sequence[Mapping[str, Any]]) -> Section:
-    """Show how far each output agrees with what people say of it: of the first row in full, of others by a figure."""
-    figures = {it: rows[0]["outputs"][it.name] for it in outputs if it.name in rows[0]["outputs"]}
-    names = [name for name in (*FIGURES, *COUNTS) if any(name in of for of in figures.values())]
-    cells = [[it.name, it.written(), *(_figure(of.get(name)) for name in names)] for it, of in figures.items()]
-    tables = [Table("Each output", ["output", "kind", *(name.replace("_", " ") for name in names)], cells)]
-    if len(rows) > 1:
-        firsts = {it.name: next(name for name in INSTEAD if name in of) for it, of in figures.items()}
-        cells = [
-            [row["checkpoint"], *(_figure(row["outputs"][name][first]) for name, first in firsts.items())]
-            for row in rows
-        ]
-        head = ["checkpoint", *(f"{name} {first}" for name, first in firsts.items())]
-        tables.append(Table("Every checkpoint, the best first", head, cells, kept=1))
+    """Show how far each output of each row agrees with what people say of it."""
+    found = [(row, it, row["outputs"][it.name]) for row in rows for it in outputs if it.name in row["outputs"]]
+    names = [name for name in (*FIGURES, *COUNTS) if any(name in of for _, _, of in found)]
+    several = len(rows) > 1
+    cells = [
+        [f"{row['checkpoint']}: {it.name}" if several else it.name, it.written(), *(_figure(of.get(n)) for n in names)]
+        for row, it, of in found
+    ]
+    head = ["output", "kind", *(name.replace("_", " ") for name in names)]
+    table = Table("Each output" + several * ", of the best checkpoint first", head, cells)
     text = "Intervals hold for other prompts, so that answers to a single one have none."
-    return Section("outputs", "Outputs", text, tables=tables)
+    return Section("outputs", "Outputs", text, tables=[table])
 
 
 def _figure(figure: Any) -> str:
     if not isinstance(figure, Mapping):
-        return "–" if figure is None else f"{figure:,}"
+        return "–" if figure is None else number(figure, 0 if isinstance(figure, int) else 3)
     value, low, high = (number(figure[part]) for part in ("value", "low", "high"))
     return value if low == "–" else f"{value} ({low} to {high})"
 
