@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -15,7 +15,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import vlmrm
 from vlmrm.errors import ConfigError
-from vlmrm.evaluation.choosing import Criterion
 from vlmrm.evaluation.report import audit
 from vlmrm.evaluation.report.checkpoints import (
     Checkpoint,
@@ -23,9 +22,7 @@ from vlmrm.evaluation.report.checkpoints import (
     choose,
     interval,
     number,
-    outputs_of,
     percent,
-    rated_alone,
     read_frames,
     read_sweeps,
     scores_path,
@@ -35,7 +32,6 @@ from vlmrm.evaluation.report.checkpoints import (
 )
 from vlmrm.evaluation.report.explorer import pack_pairs
 from vlmrm.evaluation.report.sections import curve, of_outputs, sections
-from vlmrm.evaluation.schema import ResultsFile
 from vlmrm.files import make_folder, require_own_file, write_file
 from vlmrm.libraries import missing
 from vlmrm.measures.interventions import INTERVENTIONS
@@ -58,13 +54,18 @@ def build_report(
         sources: frames of scored pairs, `.scores.parquet` files, or the results (.csv, .json) beside them. The
             report is about the best checkpoint of the .json, or without one about the most accurate.
     """
+    checkpoints, left_out = split(read_frames(sources))
     sweeps = read_sweeps(sources)
+    choice = choose(checkpoints, sweeps)
+    best, chips = choice.best, audit.chips(choice) if checkpoints else []
+    if choice.leakage and choice.leakage["leaked_rows"]:
+        left_out.append("{leaked_rows:,} of {rows:,} rows were trained on.".format_map(choice.leakage))
     folder = Path(output_dir)
     require_own_file(folder / PAGE, 'content="vlmrm report"')
+    make_folder(folder / PLOTS)
     with drawing():
-        shown = _of_ratings(sweeps) if rated_alone(sources, sweeps) else _of_pairs(sources, sweeps)
-        make_folder(folder / PLOTS)
-        drawings = [*shown["first"], *(drawing for section in shown["sections"] for drawing in section.drawings)]
+        first, page_sections = curve(checkpoints, best), sections(checkpoints, choice, training_logs(sweeps))
+        drawings = [*first, *(drawing for section in page_sections for drawing in section.drawings)]
         drawn = {it.name: save(it.figure, folder / PLOTS, it.name) for it in drawings}
     dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {css_variables(dark=True)} }} }}"
     style = f":root {{ {css_variables(dark=False)} }}\n{dark}\n{_beside('page.css')}"
@@ -73,10 +74,20 @@ def build_report(
         templates()
         .get_template("report/page.html.jinja")
         .render(
-            **{"chips": [], "trust": {}, "pairs": None, **shown},
             title=title,
-            failed=without_figures(sweeps),
+            label=best.label,
+            path=choice.path,
+            use=audit.use(choice) if checkpoints else "Use",
+            peers=audit.peers(choice),
+            chips=chips,
+            trust=audit.trust(choice, chips) if checkpoints else {},
+            best=best,
+            left_out=[*left_out, *without_figures(sweeps)],
+            first=first,
+            sections=page_sections,
             drawn=drawn,
+            pairs=pack_pairs(checkpoints, best) if checkpoints else None,
+            group="category" if "category" in best.rows else "",
             style=style,
             script=script,
             # Nothing is loaded, and nothing runs but the script by its digest. Attributes of style are allowed, as
@@ -90,47 +101,6 @@ def build_report(
     )
     write_file(folder / PAGE, html)
     return folder / PAGE
-
-
-def _of_pairs(sources: Sequence[pd.DataFrame | str | Path], sweeps: Sequence[ResultsFile]) -> dict[str, Any]:
-    """Return what the page shows of scored pairs."""
-    checkpoints, left_out = split(read_frames(sources))
-    choice = choose(checkpoints, sweeps)
-    best, chips = choice.best, audit.chips(choice)
-    if choice.leakage and choice.leakage["leaked_rows"]:
-        left_out.append("{leaked_rows:,} of {rows:,} rows were trained on.".format_map(choice.leakage))
-    return {
-        "label": best.label,
-        "path": choice.path,
-        "use": audit.use(choice),
-        "peers": audit.peers(choice),
-        "chips": chips,
-        "trust": audit.trust(choice, chips),
-        "count": best.accuracy.n,
-        "clusters": best.pairs["cluster"].nunique(),
-        "ties": len(best.rows) - len(best.pairs),
-        "left_out": left_out,
-        "first": curve(checkpoints, best),
-        "sections": sections(checkpoints, choice, training_logs(sweeps)),
-        "pairs": pack_pairs(checkpoints, best),
-        "group": "category" if "category" in best.rows else "",
-    }
-
-
-def _of_ratings(sweeps: Sequence[ResultsFile]) -> dict[str, Any]:
-    """Return what the page shows of results without pairs: the outputs of the best of a sweep, and of others."""
-    sweep, best = sweeps[0], sweeps[0]["best"]
-    assert best is not None
-    rows = sorted((it for it in sweep["results"] if not it["error"]), key=lambda it: it["path"] != best["path"])
-    return {
-        "label": best["checkpoint"],
-        "path": best["path"],
-        "use": "Use",
-        "peers": f"Best of {len(rows)} by {best['metric'].replace('_', ' ')}." if len(rows) > 1 else "",
-        "left_out": ["These data have ratings and no pairs, so that interventions have nothing to compare."],
-        "first": [],
-        "sections": [of_outputs(outputs_of(sweep), rows)],
-    }
 
 
 def _beside(name: str) -> str:
@@ -210,32 +180,30 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
     manifest = verify_complete(folder)
     require_own_file(folder / CARD, *CARDS)
     info = read_reward_file(folder) or {}
-    sweeps = read_sweeps([results])
-    rows = {(it["model"], it["checkpoint"]): it for of in sweeps for it in of["results"] if "provenance" in it}
-    if rated_alone([results], sweeps):
-        row = rows[_find(folder, rows)]
-        criterion = Criterion().for_rows([row])
-        shown: dict[str, Any] = {
-            "metric": criterion.metric,
-            "value": criterion.number(row, "value"),
-            "chips": [],
-            "trust": {},
-        }
-    else:
-        checkpoints = {(it.model, it.name): it for it in split(read_frames([results]))[0]}
-        name = _find(folder, checkpoints)
-        row, shown = rows.get(name, {}), _of_card([*checkpoints.values()], checkpoints[name], sweeps)
-    tables = [of_outputs(outputs_of(sweeps[0]), [row]).tables[0]] if "outputs" in row else []
+    checkpoints, sweeps = split(read_frames([results]))[0], read_sweeps([results])
+    choice = choose(checkpoints, sweeps)
+    measured, shares = _find(folder, checkpoints or [choice.best]), {}
+    if choice.best is not measured:
+        choice = Choice(measured, "", "", measured.accuracy, None, None)
+    rows = (row for sweep in sweeps for row in sweep["results"] if "provenance" in row)
+    row: Any = next((it for it in rows if (it["model"], it["checkpoint"]) == (measured.model, measured.name)), {})
+    if checkpoints:
+        altered = {it.view: measured.altered(name) for name, it in INTERVENTIONS.items()}
+        shares = {"all pairs": measured.accuracy, **{name: share for name, share in altered.items() if share.n}}
     base = info.get("provenance", {}).get("base_model")
     environment = templates(escape=False)  # in Markdown, texts of the data are cells of tables, which `cell` escapes
     environment.filters["cell"] = _cell
     text = environment.get_template("card.md.jinja").render(
-        metadata=_metadata(folder, base, shown["metric"], shown["value"], data).to_yaml(),
+        metadata=_metadata(folder, base, choice, data).to_yaml(),
         name=_name(folder),
         base=Path(base).name if base is not None and Path(base).exists() else base,  # a hub id, or a folder's name
         data=data,
-        **{"rows": [], "length": "–", **shown},
-        tables=tables,
+        chips=(chips := audit.chips(choice) if checkpoints else []),
+        trust=audit.trust(choice, chips) if checkpoints else {},
+        tables=of_outputs(choice.outputs, [row]).tables if "outputs" in row else [],
+        rows=[(name, percent(it.value), interval(it), f"{it.n:,}") for name, it in shares.items()],
+        length=percent(measured.figures["length_baseline_accuracy"]["value"]) if checkpoints else "–",
+        correlation=number(measured.figures["margin_length_correlation"]["value"], 2) if checkpoints else "–",
         scored=row.get("provenance"),  # scored pairs alone have none
         info=info,
         provenance=info.get("provenance", {}),
@@ -245,28 +213,11 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
     return folder / CARD
 
 
-def _of_card(checkpoints: Sequence[Checkpoint], measured: Checkpoint, sweeps: Sequence[ResultsFile]) -> dict[str, Any]:
-    """Return what the card shows of scored pairs."""
-    choice = choose(checkpoints, sweeps)
-    if choice.best is not measured:
-        choice = Choice(measured, "", "", measured.accuracy, None, None)
-    altered = {it.view: measured.altered(name) for name, it in INTERVENTIONS.items()}
-    shares = {"all pairs": measured.accuracy, **{name: share for name, share in altered.items() if share.n}}
-    return {
-        "metric": "accuracy",
-        "value": choice.accuracy.value,
-        "chips": (chips := audit.chips(choice)),
-        "trust": audit.trust(choice, chips),
-        "rows": [(name, percent(it.value), interval(it), f"{it.n:,}") for name, it in shares.items()],
-        "length": percent(measured.figures["length_baseline_accuracy"]["value"]),
-        "correlation": number(measured.figures["margin_length_correlation"]["value"], 2),
-    }
-
-
-def _find(folder: Path, names: Iterable[tuple[str, str]]) -> tuple[str, str]:
-    """Return the names of a folder's parent and the folder in results: paths may have changed since."""
+def _find(folder: Path, measured: Sequence[Checkpoint]) -> Checkpoint:
+    """Return the checkpoint with the names of the folder and its parent: paths may have changed since the sweep."""
     path = folder.resolve()
-    matching = [it for it in names if (Path(it[0]).resolve().name, it[1]) == (path.parent.name, path.name)]
+    names = (path.parent.name, path.name)
+    matching = [it for it in measured if (Path(it.model).resolve().name, it.name) == names]
     if len(matching) != 1:
         raise ConfigError(
             f"the results hold {len(matching)} checkpoints named {path.parent.name}/{path.name}: evaluate {folder} by "
@@ -275,16 +226,16 @@ def _find(folder: Path, names: Iterable[tuple[str, str]]) -> tuple[str, str]:
     return matching[0]
 
 
-def _metadata(folder: Path, base: str | None, metric: str, value: float, data: str) -> ModelCardData:
+def _metadata(folder: Path, base: str | None, choice: Choice, data: str) -> ModelCardData:
     """Return the metadata that the hub reads from a card, with the results."""
     result = EvalResult(
         task_type="preference-evaluation",
         task_name="Preference evaluation",
         dataset_type=data,
         dataset_name=data,
-        metric_type=metric,
-        metric_name="Preference accuracy" if metric == "accuracy" else metric,
-        metric_value=round(value, 6),
+        metric_type=choice.metric,
+        metric_name="Preference accuracy" if choice.metric == "accuracy" else choice.metric,
+        metric_value=round(choice.accuracy.value, 6),
     )
     base_entry: dict[str, Any] = {} if base is None or Path(base).exists() else {"base_model": base}
     return ModelCardData(

@@ -84,11 +84,14 @@ def sections(
 ) -> list[Section]:
     """Return all sections in the order of the page; most are of the best checkpoint. `logs` are by training."""
     best = choice.best
+    of_rows = [of_outputs(choice.outputs, choice.rows)] if any("outputs" in row for row in choice.rows) else []
+    if not checkpoints:
+        return of_rows
     return [
         of_checkpoints(checkpoints, choice),
         *([of_training(logs)] if logs else []),
         *([of_published(best, *choice.benchmark)] if choice.benchmark else []),
-        *([of_outputs(choice.outputs, [choice.row])] if "outputs" in choice.row else []),
+        *of_rows,
         of_audit(best, choice.limits),
         of_categories(best),
         of_scores(best),
