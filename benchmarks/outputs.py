@@ -25,12 +25,12 @@ from benchmarks.harness import Row, row
 from vlmrm.conversation import Comparison
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons
-from vlmrm.measures.outputs import output_figures
-from vlmrm.measures.statistics import CalibrationError, fitted_temperature
+from vlmrm.measures.outputs import TOTAL, Reference, judged_outputs, output_figures, scale_of
+from vlmrm.measures.statistics import CalibrationError
 from vlmrm.modeling import load_for_training, load_processor, make_tiny
 from vlmrm.outputs import Outputs
 from vlmrm.scoring import load_scorer
-from vlmrm.scoring.transforms import scale_of, transform_named
+from vlmrm.scoring.transforms import transform_named
 from vlmrm.training import train
 from vlmrm.training.losses import Objective, judged_weights
 
@@ -169,7 +169,8 @@ class Scored:
 
     def __init__(self, comparisons: Sequence[Comparison], values: Sequence[Mapping[str, Sequence[float]]]):
         self.comparisons, self.values = comparisons, values
-        self.figures = output_figures(Outputs.parse(OUTPUTS), comparisons, values)
+        outputs = Outputs.parse(OUTPUTS)
+        self.figures = output_figures(outputs, judged_outputs(outputs, comparisons, values))
 
     @classmethod
     def of(cls, scorer: Any, file: Path) -> Scored:
@@ -202,10 +203,10 @@ def leak(scored: Scored) -> float:
 def calibration(pairs: Scored, singles: Scored) -> dict[str, float]:
     """Return the error of probabilities and of percentiles, each on a half that did not set the scale."""
     margins = np.array([values["better"][0] - values["better"][1] for values in pairs.values])
-    temperature = fitted_temperature(margins[::2])
-    error = CalibrationError(margins[1::2] / temperature).influence().value
     scores = np.array([values["better"][0] for values in singles.values])
-    percentile = transform_named("percentile", scale_of(scores[::2], "laboratory", temperature))
+    scale = scale_of({TOTAL: Reference(scores[::2], margins[::2])})
+    error = CalibrationError(margins[1::2] / scale["reward_temperature"]).influence().value
+    percentile = transform_named("percentile", scale)
     shares = np.sort(percentile(scores[1::2]))
     uniform = (np.arange(len(shares)) + 0.5) / len(shares)
     return {"ece": float(error), "percentile": float(np.abs(shares - uniform).mean())}

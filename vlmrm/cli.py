@@ -15,7 +15,7 @@ from cyclopts import App, Parameter
 import vlmrm
 from vlmrm.commands import epilogue, give_examples
 from vlmrm.commands.data import check_data, convert
-from vlmrm.commands.evaluation import Words, card, distil, evaluate, leaderboard, leakage, report, rulers
+from vlmrm.commands.evaluation import Words, calibrate, card, distil, evaluate, leaderboard, leakage, report, rulers
 from vlmrm.commands.score import score
 from vlmrm.commands.serve import app as serving
 from vlmrm.config import answered
@@ -38,6 +38,7 @@ EXAMPLES_OF_VERBS = (
     "init my_pairs.csv --columns images=photo prompt=query",
     "init-tiny outputs/tiny --arch qwen3_vl",
     "convert my_columns.jsonl my_lists.jsonl --output all.jsonl --columns images=photo prompt=query",
+    "calibrate outputs/best --dataset_path my_test.jsonl",
     "report results/mine.csv --output results/report",
     "leaderboard results/all results/yesterday.csv --output outputs/leaderboard",
     "card outputs/mine/checkpoint-500 results/mine.csv --data me/my_pairs",
@@ -83,6 +84,7 @@ app.command(leakage)
 app.command(distil)
 app.command(rulers)
 app.command(evaluate, name="eval", help_flags=[])
+app.command(calibrate, help_flags=[])
 
 
 def _refusing(message: str, summary: str) -> Callable[..., None]:

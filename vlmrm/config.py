@@ -293,7 +293,7 @@ FILE = Path(__file__).with_name("keys.json")
 HELP, HELP_ALL = ("--help", "-h"), "--help-all"
 SWITCH = ("true", "yes", "t", "y", "1", "false", "no", "f", "n", "0")  # as HF's string_to_bool reads them
 KINDS: dict[str, Any] = {"none": NoneType, "list": list, "dict": dict, "str": str}
-SAME_KEYS = {"plan": "train"}
+SAME_KEYS = {"plan": "train", "calibrate": "eval"}
 WIDTHS = (80, 120)  # of the help, between which the terminal decides
 
 

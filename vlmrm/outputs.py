@@ -50,7 +50,7 @@ class Output:
     bins: int = 1  # of progress: evenly spaced shares, by their softmax; 1: a sigmoid
 
     @classmethod
-    def parse(cls, name: str, text: str, weight: float = 1.0) -> Output:
+    def parse(cls, name: str, text: str) -> Output:
         """Return an output as the configuration writes it: `preference`, or `rating 1-5`."""
         match = WRITTEN.fullmatch(str(text).strip())
         kind = match["kind"] if match else ""
@@ -65,7 +65,7 @@ class Output:
             raise ConfigError(
                 f"the output {name} is {text!r}: write it from low to high, an ordinal in whole numbers."
             )
-        return cls(name, kind, low, high, weight, match["apart"] is not None, bins)
+        return cls(name, kind, low, high, apart=match["apart"] is not None, bins=bins)
 
     @property
     def branch(self) -> str | None:
@@ -91,6 +91,8 @@ class Output:
         """Return where in the range a value lies, from 0 to 1."""
         if not self.low <= value <= self.high:
             raise RowError(f"its {self.name} is {value:g}, outside of {self.low:g} to {self.high:g}")
+        if self.kind == "ordinal" and value % 1:
+            raise RowError(f"its {self.name} is {value:g}, and an ordinal has whole numbers: make the output a rating")
         return (value - self.low) / (self.high - self.low)
 
     def written(self) -> str:
@@ -111,13 +113,16 @@ class Outputs:
             if total:
                 raise ConfigError(f"total weighs outputs, and there is only one: {WRITE} first.")
             return cls()
+        each = [Output.parse(name, text) for name, text in outputs.items()]
         if unknown := sorted({*(total or {})} - {*outputs}):
             raise ConfigError(f"total weighs {unknown[0]}, which is no output: there are {', '.join(outputs)}.")
         try:
             weights = {name: float(weight) for name, weight in (total or {next(iter(outputs)): 1.0}).items()}
         except ValueError as error:
             raise ConfigError(f"total holds what is no number ({error}): write total: {{NAME: WEIGHT}}.") from None
-        return cls(tuple(Output.parse(name, text, weights.get(name, 0.0)) for name, text in outputs.items()))
+        if not any(weights.values()):
+            raise ConfigError("total weighs every output by 0: give one of them a weight, or remove total.")
+        return cls(tuple(replace(one, weight=weights.get(one.name, 0.0)) for one in each))
 
     @classmethod
     def of(cls, described: Sequence[Mapping[str, Any]] | None) -> Outputs:
@@ -127,6 +132,11 @@ class Outputs:
     def described(self) -> list[dict[str, Any]] | None:
         """Return the outputs as a checkpoint holds them; None for the default, of which it says nothing."""
         return None if self == ONE else [asdict(one) for one in self.each]
+
+    def keys(self) -> dict[str, dict[str, Any]]:
+        """Return the keys `outputs` and `total` of a configuration."""
+        total = {one.name: one.weight for one in self.each if one.weight}
+        return {"outputs": {one.name: one.written() for one in self.each}, "total": total}
 
     def __iter__(self) -> Iterator[Output]:
         return iter(self.each)

@@ -7,11 +7,11 @@ import pytest
 from scipy import special, stats
 
 from vlmrm.errors import CheckpointError, ConfigError, RewardError
+from vlmrm.measures.outputs import TOTAL, Reference, scale_of
 from vlmrm.scoring.transforms import (
     TRANSFORMS,
     Normalization,
     rank,
-    scale_of,
     sigmoid,
     transform_named,
     win_rate,
@@ -60,19 +60,22 @@ def test_saved_normalisation_is_the_checkpoint_s():
     normalised = transform_named("normalized", {"reward_mean": 2.0, "reward_std": 4.0})
     assert normalised([2.0, 10.0, 0.0]).tolist() == [0.0, 2.0, -0.5]
     assert normalised == Normalization(2.0, 4.0)
-    with pytest.raises(CheckpointError, match=r"outputs/best has no scale for normalized .*vlmrm eval"):
+    with pytest.raises(CheckpointError, match=r"outputs/best has no scale for normalized .*vlmrm calibrate"):
         transform_named("normalized", {"reward_mean": 2.0, "reward_std": None}, "outputs/best")
 
 
 def test_percentiles_and_probabilities_are_of_reference_scores():
     scores = np.random.default_rng(0).normal(2.0, 3.0, 5000)
-    scale = scale_of(scores, "some", temperature=1.5)
+    drawn = np.random.default_rng(1).random(20000) < 1 / (1 + np.exp(-1))
+    scale = scale_of({TOTAL: Reference(scores, np.where(drawn, 1.5, -1.5))})
     shares = transform_named("percentile", scale)([-100.0, 2.0, 5.0, 100.0])
     assert shares == pytest.approx([0.0, 0.5, 0.841, 1.0], abs=0.02)
     better = transform_named("probability", scale)([np.median(scores), np.median(scores) + 1.5])
-    assert better == pytest.approx([0.5, 1 / (1 + np.exp(-1))], abs=1e-6)
-    with pytest.raises(CheckpointError, match="no scale for probability"):
-        transform_named("probability", scale_of(scores, "some", None))
+    assert better == pytest.approx([0.5, 1 / (1 + np.exp(-1))], abs=0.01)
+    with pytest.raises(CheckpointError, match="no probability of clear: its reference data have no pair or rating"):
+        transform_named(
+            "probability", {"reward_scales": {"clear": scale | {"reward_temperature": None}}}, output="clear"
+        )
 
 
 def test_names_are_those_of_the_table():

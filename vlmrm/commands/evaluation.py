@@ -1,4 +1,4 @@
-"""`vlmrm eval`, `report`, `leaderboard`, `card`, `leakage` and `rulers`.
+"""`vlmrm eval`, `calibrate`, `report`, `leaderboard`, `card`, `leakage` and `rulers`.
 
 Heavy imports happen inside the verbs, so that help is instant.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, cast
 
 from cyclopts import Parameter
 
-from vlmrm.config import answered
+from vlmrm.config import answered, helped
 from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.libraries import needs
 from vlmrm.logs import counted, say, start_log
@@ -57,6 +58,29 @@ def evaluate(*words: Words) -> None:
             f"{len(failed)} of {len(evaluated)} could not be evaluated: see the column error of {result.csv}, fix the "
             "cause, and run again, which repeats only those."
         )
+
+
+@needs("train", "evaluating")
+def calibrate(*words: Words) -> None:
+    """Write into a checkpoint how its scores on reference data are distributed: CHECKPOINT --dataset_path FILE."""
+    summary = "Write into a checkpoint how its scores on reference data are distributed, of each output too."
+    if helped("calibrate", summary, words, "CHECKPOINT --dataset_path FILE ..."):
+        return
+    from vlmrm.evaluation.sweep import sweep
+    from vlmrm.modeling.manifest import read_reward_file, scale_in
+
+    if not words or not Path(words[0]).is_dir() or read_reward_file(words[0]) is None:
+        raise ConfigError("there is nothing to calibrate: name the folder of a checkpoint first, and --dataset_path.")
+    with TemporaryDirectory(prefix="vlmrm-scale-") as folder:
+        fixed = ["--interventions", "none", "--output_file", f"{folder}/scale.csv"]
+        [row] = sweep(["--model_dirs", *words, *fixed]).rows
+    if row["error"]:
+        raise CheckpointError(f"{row['path']} cannot be calibrated: {row['error']}")
+    scale = scale_in(words[0])
+    for name, of in {"score": scale, **scale.get("reward_scales", {})}.items():
+        low, middle, high = (of["reward_quantiles"][place] for place in (5, 50, 95))
+        fits = "" if of["reward_temperature"] else "; no temperature, so no probability"
+        say(f"{name}: {middle:.4g} in the middle, 90 % from {low:.4g} to {high:.4g}, of {of['reward_count']:,}{fits}")
 
 
 @needs("report", "the report")

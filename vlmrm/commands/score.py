@@ -145,19 +145,18 @@ def _score_answers(
     answers = [*responses, *(Message.of("assistant", Image(path)) for path in images)]
     names = [*responses, *images]
     local: Any = scorer
-    if (outputs := getattr(scorer, "outputs", ONE)) != ONE:
-        [group] = conversations_of([(prompt, answers)])
-        rows = zip(names, all_scores(local.score_outputs(group)), strict=True)
-        return [{"answer": n, "score": outputs.number(it), "outputs": it, "digest": scorer.digest} for n, it in rows]
+    [group] = conversations_of([(prompt, answers)])
     try:
+        named: Any = [{}] * len(group)
+        if url is not None or local.outputs != ONE:
+            named = all_scores(local.score_outputs(group))
         [scores] = scorer.score_groups([(prompt, answers)])
     except ConfigError as error:
         if url is None or "choose from" not in str(error):
             raise
         raise ConfigError(f"{str(error).rstrip('.')} with --model NAME.") from error  # the rewards of a service
-    return [
-        {"answer": name, "score": score, "digest": scorer.digest} for name, score in zip(names, scores, strict=True)
-    ]
+    rows = zip(names, scores, ({} if {*it} <= {*ONE.names} else {"outputs": it} for it in named), strict=True)
+    return [{"answer": name, "score": score, **of, "digest": scorer.digest} for name, score, of in rows]
 
 
 def _score_table(job: OfflineJob, ray_workers: int | None) -> str:

@@ -19,6 +19,7 @@ from vlmrm.data.tables import Source
 from vlmrm.errors import DataError, MediaError, RowError
 from vlmrm.formats import LAYOUTS, LAYOUTS_TO_SCORE, detect_layout
 from vlmrm.logs import counted
+from vlmrm.outputs import ONE, Outputs
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -37,7 +38,8 @@ class Report:
     ties: int = 0
     ranked_lists: int = 0
     disputed: int = 0  # rows whose raters differ
-    judged: Counter[str] = field(default_factory=Counter)  # answers, by dimension
+    outputs: Outputs = ONE
+    judged: Counter[str] = field(default_factory=Counter)  # answers, by output
     margins: list[float] = field(default_factory=list)
     categories: Counter[str] = field(default_factory=Counter)
     images: int = 0
@@ -62,13 +64,14 @@ class Report:
 
     def add(self, row: Comparison, repeat: Repeat | None) -> None:
         """Count a row that can be read, and what it repeats."""
-        pairs = row.agreed()
+        pairs = row.agreed() if any(it.kind in RANKED for it in row.judgements) else []  # of steps there are none
         self.example = self.example or row
         self.pairs += len(pairs)
         self.ties += sum(pair.tie for pair in pairs)
-        self.ranked_lists += len(row.answers) > 2
-        self.judged.update(name for answer in range(len(row.answers)) for name in _named_values(row, answer))
-        self.disputed += len({*row.pairs()}) > len(pairs)
+        self.ranked_lists += len(row.answers) > 2 and bool(pairs)
+        for judgement in row.judgements if self.outputs != ONE else ():
+            self.judged[self.outputs.names[self.outputs.index(judgement)]] += len(judgement.answers)
+        self.disputed += bool(pairs) and len({*row.pairs()}) > len(pairs)
         self.margins += margins_of(row)
         self.categories[row.category or "(none)"] += 1
         self.prompt_lengths.append(len(text_of(row.prompt)))
@@ -90,7 +93,8 @@ def check_data(
     `count_tokens` returns the length of a conversation for the model, or raises RowError. Media are opened, and tokens
     counted, of `media_sample` rows, chosen by `split_seed`, or of all.
     """
-    report, repeats = Report(max_seq_length=arguments.max_seq_length), Repeats()
+    outputs = arguments.named_outputs
+    report, repeats = Report(max_seq_length=arguments.max_seq_length, outputs=outputs), Repeats()
     opened: dict[str, tuple[int, int] | MediaError | None] = {}  # sizes or errors by key
     kinds: dict[str, str] = {}
     sources = [(path, arguments.dataset_split) for path in arguments.dataset_path]
@@ -121,7 +125,7 @@ def check_data(
                 report.wrong += 1
                 if len(report.wrong_rows) < MAX_LISTED:
                     report.wrong_rows.append((error.row_id or getattr(row, "id", "?"), error.reason))
-        report.sources += [_describe_source(it, arguments.named_outputs.named) for it in reader_of(dataset).sources]
+        report.sources += [_describe_source(it, outputs.named) for it in reader_of(dataset).sources]
     report.images, report.videos = (sum(kind == it for it in kinds.values()) for kind in ("image", "video"))
     report.image_sizes = [size for size in opened.values() if isinstance(size, tuple)]
     return report
@@ -185,9 +189,12 @@ def _contents(report: Report) -> Iterator[str]:
     yield from report.sources
     ties = f", {report.ties:,} of them ties" if report.ties else ""
     lists = f" ({counted(report.ranked_lists, 'ranked list')})" if report.ranked_lists else ""
-    yield f"{counted(report.pairs, 'pair')}{ties}{lists}"
-    if report.judged:
-        yield "answers judged: " + ", ".join(f"{name} {count:,}" for name, count in report.judged.items())
+    if report.pairs or not report.judged:
+        yield f"{counted(report.pairs, 'pair')}{ties}{lists}"
+    if named := sorted(report.outputs.named, key=report.outputs.names.index):
+        yield "answers judged: " + ", ".join(f"{name} {report.judged[name]:,}" for name in named)
+        if idle := [name for name in named if not report.judged[name]]:
+            yield f"  no row judges {idle[0]}: map its column to this name, or remove it"
     if report.margins:
         yield describe_margins(report.margins)
     if report.disputed:

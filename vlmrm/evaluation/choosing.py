@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +19,8 @@ from vlmrm.measures.pairs import PairArrays
 from vlmrm.outputs import FIGURES
 
 CATEGORY, BENCHMARK = "accuracy/", "benchmark/"
+ACCURACY = "preference_accuracy"
+INSTEAD = ("rank", "auc", "order", "accuracy")  # of an output, what chooses where there are no pairs
 MEAN = "mean "  # begins the name of a figure that is the mean of several sets
 DRAWS, SEED = 400, 0
 CELLS = 1 << 22  # draws x clusters held at a time
@@ -45,7 +47,7 @@ class Criterion:
     over `sets` is compared. They have no clusters in common, so that its error is that of independent figures.
     """
 
-    metric: str = "preference_accuracy"  # a figure of `measures.analysis`, `accuracy/CATEGORY` or `benchmark/NAME`
+    metric: str = ACCURACY  # a figure of `measures.analysis`, `accuracy/CATEGORY` or `benchmark/NAME`
     one_standard_error: bool = False
     sets: tuple[str, ...] = ()
 
@@ -76,6 +78,14 @@ class Criterion:
         if self.metric in METRICS:
             return METRICS[self.metric].better == "higher"
         return not (self.of_output and self.metric.endswith("_error"))
+
+    def for_rows(self, rows: Sequence[Any]) -> Criterion:
+        """Return it, or in place of the accuracy of pairs, where rows have none, a figure of the first output."""
+        measured = [self._by_set(row).values() for row in rows if not row["error"]]
+        if self.metric != ACCURACY or not measured or any(ACCURACY in row for of_sets in measured for row in of_sets):
+            return self
+        [(output, figures), *_] = next(iter(measured[0]))["outputs"].items()
+        return replace(self, metric=f"{output}_{next(name for name in INSTEAD if name in figures)}")
 
     def ranked(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows that have the figure, the best first; of equal ones the one with fewer steps.
@@ -179,7 +189,7 @@ class Criterion:
         if self.metric.startswith(BENCHMARK):
             return {f"{BENCHMARK}{name}": figure for name, figure in row.get("benchmark", {}).items()}
         outputs = row.get("outputs", {}).items()
-        by_output = {f"{output}_{name}": value for output, of in outputs for name, value in of.items()}
+        by_output = {f"{output}_{it}": of[it] for output, of in outputs for it in FIGURES if it in of}
         return {**by_output, **cast(Mapping[str, Any], row["statistics"]["overall"])}
 
     def number(self, row: Row, part: str) -> float:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
-from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -27,9 +26,10 @@ from vlmrm.evaluation.schema import Provenance, Row, Statistics
 from vlmrm.evaluation.suite import OpenSet
 from vlmrm.logs import progress
 from vlmrm.measures.analysis import Finding, analyse, audit
-from vlmrm.measures.donors import BLOCKS, Traits, donors_of, is_sampled, traits_of
-from vlmrm.measures.outputs import output_figures
-from vlmrm.measures.pairs import PairTable, ScoredComparisons, pair_table, scored_frame
+from vlmrm.measures.donors import BLOCKS, Traits, cluster_of, donors_of, is_sampled, traits_of
+from vlmrm.measures.intervals import numbered
+from vlmrm.measures.outputs import judged_outputs, output_figures, references
+from vlmrm.measures.pairs import PairArrays, PairTable, ScoredComparisons, pair_table, scored_frame
 from vlmrm.modeling import provenance
 from vlmrm.outputs import ONE, Outputs
 
@@ -158,7 +158,8 @@ def measure(
     entry: Entry, scorer: OpenEntry, data: OpenSet, run: SweepRun
 ) -> tuple[dict[str, Any], pd.DataFrame | None]:
     """Return the figures of one open entry on one data set, and the scored pairs, where there are any."""
-    args, processes, definition, outputs = run.args, run.processes, data.definition, run.data_args.named_outputs
+    args, processes, definition = run.args, run.processes, data.definition
+    outputs = definition.data_args.named_outputs
     score = partial(
         evaluate,
         scorer,
@@ -169,7 +170,7 @@ def measure(
         ranks=processes.num_processes,
         cluster_by=definition.cluster_by,
     )
-    sample = min(FIRST_SAMPLE, args.intervention_sample)
+    sample = min(FIRST_SAMPLE, args.intervention_sample) if data.has_pairs else 0
     result = score(description=entry.checkpoint, sample=sample)
     if not result.comparisons:
         raise DataError(f"none of the {len(data.dataset)} rows could be scored: the first was {result.dropped[0]}.")
@@ -179,9 +180,12 @@ def measure(
         say_clusters(table.frame)
     table = data.tables[result.comparisons]
     figures: dict[str, Any] = {"dropped_rows": len(result.dropped)}
+    judged = {}
     if outputs != ONE:
         check_outputs(entry, outputs, result.outputs[0])
-        figures["outputs"] = output_figures(outputs, result.comparisons, result.outputs)
+        judged = judged_outputs(outputs, result.comparisons, result.outputs)
+        clusters = numbered([cluster_of(comparison, definition.cluster_by) for comparison in result.comparisons])
+        figures["outputs"] = output_figures(outputs, judged, clusters)
     statistics, frame = Statistics(overall={}, category={}, by={}, audit=[]), None
     if len(table.frame):
         framed = partial(_framed, result, entry, table)
@@ -191,12 +195,14 @@ def measure(
             frame["by/leaked"] = np.where(frame["comparison_id"].isin(data.leakage.leaked), "yes", "no")
         statistics = cast(Statistics, analyse(frame, findings))
         figures = {**table_figures(statistics["overall"]), **figures}
-    else:
-        data.results.scores[entry.path] = np.array([*chain.from_iterable(result.scores)])
+    margins = np.empty(0) if frame is None else PairArrays(frame).decided
+    data.results.references[entry.path] = references(outputs, judged, result.scores, margins)
     if result.dropped:
         counts = f"{len(result.dropped)} of {len(data.dataset)}"
         logger.warning("%s: %s rows are left out, the first because: %s", entry.path, counts, result.dropped[0])
-    if limits := {**scorer.limits, **limits_met(result, scorer.interventions)}:
+    if not data.has_pairs:
+        logger.info("%s: no interventions, which are measured by pairs: these rows have ratings alone", entry.path)
+    elif limits := {**scorer.limits, **limits_met(result, scorer.interventions)}:
         figures["limits"] = limits
         for reason in dict.fromkeys(limits.values()):
             names = ", ".join(name for name, its_reason in limits.items() if its_reason == reason)
@@ -268,7 +274,7 @@ def evaluate(
 
     Of several ranks each takes a share, and all get the whole result in the data set's order, or the first error.
     """
-    drawn = (sample or len(dataset)) if scorer.interventions else None
+    drawn = (len(dataset) if sample is None else sample) if scorer.interventions else None
     share = _Share(dataset, batch_size, rank, ranks, drawn, cluster_by, beyond)
     rows = scorer.rows(share, batch_size=batch_size, num_workers=num_workers)
     scored: list[ScoredRow] = []

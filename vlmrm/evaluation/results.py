@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from vlmrm.errors import CheckpointError, ConfigError
@@ -20,7 +19,8 @@ from vlmrm.files import atomic_write, make_folder, write_file
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRICS
-from vlmrm.measures.pairs import candidates_of, read_pairs
+from vlmrm.measures.outputs import TOTAL, Reference
+from vlmrm.measures.pairs import PairArrays, candidates_of, read_pairs
 
 # The columns that the framework's specification names.
 COUNTS = ("pairs", "ratings")  # of the figures of outputs
@@ -37,7 +37,7 @@ class Results:
         self.rows: list[Row] = []
         self.best: Best | None = None
         self.frame: pd.DataFrame | None = None
-        self.scores: dict[str, np.ndarray] = {}  # of all branches, by path, where there are no pairs
+        self.references: dict[str, dict[str, Reference]] = {}  # by path and output, of what this sweep has scored
         make_folder(csv.parent)
         if not self.json.exists():
             return
@@ -55,23 +55,25 @@ class Results:
         if self.parquet.exists():
             self.frame = read_pairs(self.parquet)
 
-    def scores_of(self, best: Best) -> np.ndarray:
-        """Return the scores of all branches by a checkpoint, each once."""
-        if best["path"] in self.scores:
-            return self.scores[best["path"]]
-        assert self.frame is not None, "the best checkpoint has scored pairs"
-        return candidates_of(self.frame[_of(self.frame, best)]).scores
+    def references_of(self, best: Best) -> dict[str, Reference]:
+        """Return the scores of a checkpoint by output; of an earlier sweep those of its pairs alone, or none."""
+        several = any("outputs" in row for row in self.rows if row["path"] == best["path"])
+        if best["path"] in self.references or self.frame is None or several:
+            return self.references.get(best["path"], {})
+        pairs = self.frame[_of(self.frame, best)]
+        return {TOTAL: Reference(candidates_of(pairs).scores, PairArrays(pairs).decided)}
 
     def holds(self, entry: Entry) -> bool:
         """Return whether the entry has figures, with the pairs behind them, and is known to be still the same."""
         row = next((row for row in self.rows if row["path"] == entry.path and not row["error"]), None)
-        if row is None or self.frame is None:
+        if row is None:
             return False
         try:
             current = entry.digest()
         except CheckpointError:
             return False  # opening it raises the same error
-        return current is not None and current == row["provenance"]["weights"] and bool(_of(self.frame, row).any())
+        paired = "preference_accuracy" not in row or (self.frame is not None and bool(_of(self.frame, row).any()))
+        return current is not None and current == row["provenance"]["weights"] and paired
 
     def add(self, row: Row, frame: pd.DataFrame | None) -> None:
         """Add a checkpoint's row, and its scored pairs, in place of earlier ones of its path or its names.
@@ -122,7 +124,7 @@ def table(rows: Sequence[Row], best: Best | None) -> pd.DataFrame:
     for row in rows:
         line = {name: value for name, value in row.items() if name != "path" and not isinstance(value, dict)}
         for output, figures in row.get("outputs", {}).items():
-            line |= {f"{output}_{name}": value for name, value in figures.items()}
+            line |= {f"{output}_{name}": number_of(figure) for name, figure in figures.items()}
         if "statistics" in row:
             overall = row["statistics"]["overall"]
             for name in (name for it in INTERVENTIONS if (name := f"{it}_accuracy") in row):
@@ -152,11 +154,16 @@ def table_figures(overall: Figures) -> dict[str, float]:
     return {metric.name: value for metric, value in tabled.items() if not (metric.needs and math.isnan(value))}
 
 
+def number_of(figure: Any) -> float:
+    """Return a figure of an output without its interval."""
+    return figure["value"] if isinstance(figure, dict) else figure
+
+
 def describe(row: Any) -> str:
     if row["error"]:
         return f"FAILED: {row['error']}"
     of_outputs = [
-        f"{output} " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items() if name not in COUNTS)
+        f"{output} " + ", ".join(f"{name} {number_of(it):.3f}" for name, it in figures.items() if name not in COUNTS)
         for output, figures in row.get("outputs", {}).items()
     ]
     if "preference_accuracy" not in row:

@@ -77,7 +77,7 @@ class Row(TypedDict, extra_items=Number):
     limits: NotRequired[dict[str, str]]  # the interventions that it could not do, with the reason
     seconds: float
     benchmark: NotRequired[dict[str, Figures]]
-    outputs: NotRequired[dict[str, dict[str, Number]]]  # of a model of several, the figures of each by its name
+    outputs: NotRequired[dict[str, Figures]]  # of a model of several, the figures of each by its name
     statistics: NotRequired[Statistics]
     provenance: NotRequired[Provenance]
 

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ from vlmrm.evaluation.schema import Best, Row
 from vlmrm.measures.donors import WHOLE
 from vlmrm.measures.metrics import METRICS
 from vlmrm.measures.pairs import PairTable, check_columns
-from vlmrm.outputs import Outputs
+from vlmrm.outputs import ONE, Outputs
 from vlmrm.settings import Strict, did_you_mean, load_file, validate
 
 SUITES: Mapping[str, tuple[str, ...]] = {
@@ -47,6 +48,7 @@ SUITES: Mapping[str, tuple[str, ...]] = {
     "robots": ("roborewardbench",),
     "text": ("rewardbench", "rewardbench-2", "rm-bench", "m-rewardbench"),
 }
+LOOKED = 100  # rows, of which one must judge an output for all to be read so
 NAME = re.compile(r"\w[\w.+-]*")  # a set's files have its name
 NAMED = re.compile(rf"({NAME.pattern})=(.+)")  # NAME=PATH
 
@@ -104,6 +106,15 @@ class EvaluationSet:
             check_columns(iterate_readable(rows), columns)
         return rows
 
+    def opened(self, outputs: Outputs) -> tuple[EvaluationSet, Dataset]:
+        """Return it with its comparisons, which judge the `outputs` of the models where no key names others."""
+        if outputs != ONE and self.benchmark is None and self.data_args.outputs is None:
+            own = replace(self, data_args=replace(self.data_args, **outputs.keys()))
+            rows = own.open()
+            if any(True for _ in iterate_readable(rows.select(range(min(LOOKED, len(rows)))))):
+                return own, rows
+        return self, self.open()
+
     def results(self, args: EvaluationArguments) -> Results:
         """Return the results so far, of the settings, other than the checkpoint, on which figures depend."""
         keys = ("dtype", "attn_implementation", "base_model_path", "batching")
@@ -116,7 +127,7 @@ class EvaluationSet:
             "benchmark": None if self.benchmark is None else self.benchmark.name,
             "group_by": list(self.group_by),
             "cluster_by": self.cluster_by,
-            "reading": asdict(self.data_args),
+            "reading": {**asdict(self.data_args), "outputs": self.data_args.named_outputs.described(), "total": None},
         }
         return Results(self.csv, settings, self.name)
 
@@ -131,14 +142,22 @@ class OpenSet:
     leakage: Leakage | None  # how much of it was trained on, where that is known
     tables: dict[Any, PairTable] = field(default_factory=dict)  # pairs that were scored, which checkpoints share
 
+    @cached_property
+    def has_pairs(self) -> bool:
+        """Whether a row has a pair, by which interventions are measured."""
+        outputs = self.definition.data_args.named_outputs
+        return outputs == ONE or any(outputs.counted(row) is not None for row in iterate_readable(self.dataset))
+
     @property
     def of(self) -> str:
         """Return the end of a phrase that names it, nothing for the only set."""
         return "" if self.definition.name is None else f" of {self.definition.name}"
 
 
-def evaluation_sets(args: EvaluationArguments, data_args: DataArguments) -> list[EvaluationSet]:
-    """Return the sets that the arguments name.
+def evaluation_sets(
+    args: EvaluationArguments, data_args: DataArguments, outputs: Outputs = ONE
+) -> list[EvaluationSet]:
+    """Return the sets that the arguments name; `outputs` are those that may be measured.
 
     One set has its table in `output_file`; several have theirs in the folder of that name, without the suffix, and
     `dataset_path` is then a folder with local copies of benchmarks.
@@ -151,7 +170,7 @@ def evaluation_sets(args: EvaluationArguments, data_args: DataArguments) -> list
                 "dataset_path is missing: give the preferences to evaluate on, or a benchmark or a suite by name."
             )
         check_set_keys(data_args, args.train_data, is_benchmark=public is not None)
-        _check_metric(args.metric_for_best, [], data_args.named_outputs)
+        _check_metric(args.metric_for_best, [], outputs)
         return [EvaluationSet(None, public, data_args, tuple(args.group_by), csv, args.cluster_by)]
     definitions = (
         [(f"suite {args.suite}", name, keys) for name, keys in read_suite(args.suite).items()] if args.suite else []
@@ -164,7 +183,7 @@ def evaluation_sets(args: EvaluationArguments, data_args: DataArguments) -> list
     names = [name for _, name, _ in definitions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two sets are called {twice}: give one another name, as --data NAME=PATH or in a suite.")
-    _check_metric(args.metric_for_best, names, data_args.named_outputs)
+    _check_metric(args.metric_for_best, names, outputs)
     if all(keys.benchmark for _, _, keys in definitions):
         check_set_keys(replace(data_args, dataset_path=[]), args.train_data, is_benchmark=True)
     copies, unset, sets = Path(next(iter(data_args.dataset_path), "")), DataArguments(), []

@@ -37,8 +37,9 @@ from vlmrm.evaluation.scorers.checkpoint import CheckpointEntry
 from vlmrm.evaluation.suite import EvaluationSet, OpenSet, evaluation_sets, suite_rows, suite_table
 from vlmrm.files import exclusive_lock, write_file
 from vlmrm.logs import counted, start_log
-from vlmrm.modeling.manifest import COMPLETE, TRAINING_LOCK, find_checkpoints, save_scale
-from vlmrm.scoring.transforms import scale_of
+from vlmrm.measures.outputs import Reference, scale_of
+from vlmrm.modeling.manifest import COMPLETE, TRAINING_LOCK, find_checkpoints, read_reward_file, save_scale
+from vlmrm.outputs import ONE, Outputs
 
 logger = logging.getLogger("vlmrm")
 
@@ -83,14 +84,15 @@ def sweep(config: Configuration = (), /, **keys: Any) -> SweepResult:
     config = name_tables(config) if isinstance(config, Mapping) else config
     args, data_args = parse((EvaluationArguments, DataArguments), config, "eval_rm.py", **name_tables(keys))
     check_data_keys(data_args)
-    sets = evaluation_sets(args, data_args)
+    outputs = trained_outputs(args) if data_args.outputs is None else data_args.named_outputs
+    sets = evaluation_sets(args, data_args, outputs)
     log_path = start_log("eval")
     processes = launched()
     with sole_sweep([Path(args.output_file), *(it.csv for it in sets if it.name)], processes):
         entries = entries_to_evaluate(args)
         unread: dict[str, str] = {}
         main = processes.is_main_process
-        opened_sets = [found for it in sets if (found := open_set(it, entries, args, unread, main=main))]
+        opened_sets = [found for it in sets if (found := open_set(it, entries, args, unread, outputs, main=main))]
         if not opened_sets:
             raise DataError(f"none of the {len(sets)} data sets can be read: {_listed(unread)}")
         count = counted(len(entries), "model")
@@ -136,10 +138,11 @@ def conclude(
     if chosen_by is not None and chosen_by in unread:
         raise DataError(f"{chosen_by}, by which metric_for_best chooses, cannot be evaluated: {unread[chosen_by]}")
     named = {str(name): it for name, it in results.items() if name is not None}
-    rows, criterion = suite_rows(named), criterion_of(args, (chosen_by,) if chosen_by else tuple(named))
+    rows = suite_rows(named)
+    criterion = criterion_of(args, rows, (chosen_by,) if chosen_by else tuple(named))
     csv, frame = Path(args.output_file), None  # of the mean of several sets the luck of the choice is not known
     if alone is not None:
-        rows, criterion, frame = alone.rows, criterion_of(args), alone.frame
+        rows, criterion, frame = alone.rows, criterion_of(args, alone.rows), alone.frame
     paths = frozenset(entry.path for entry in entries)
     best = criterion.best(rows, frame)
     for it in results.values():
@@ -156,9 +159,7 @@ def conclude(
         data = (
             alone.settings["data"] if alone is not None else digest([it.settings["data"] for it in results.values()])
         )
-        scores = np.concatenate([it.scores_of(best) for it in results.values()])
-        fitted = [row["statistics"]["overall"].get("temperature") for row in rows if row["path"] == best["path"]]
-        keep_scale(best["path"], scores, data, next(iter(fitted), None) if alone is not None else None)
+        keep_scale(best["path"], [it.references_of(best) for it in results.values()], data)
     if args.fail_under is not None and (best is None or best["value"] < args.fail_under):
         reached = "no checkpoint has figures" if best is None else f"{best['path']}, the best, has {best['value']:.4f}"
         metric = f"{args.metric_for_best} is below the {args.fail_under} of fail_under"
@@ -167,21 +168,25 @@ def conclude(
     return SweepResult(rows, best, csv, csv.with_suffix(".scores.parquet"), paths, of_sets, unread)
 
 
-def keep_scale(path: str, scores: np.ndarray, data: str, temperature: Any = None) -> None:
-    """Save with a checkpoint how its scores are distributed, and the temperature of its pairs, or log why not."""
-    if not len(scores):
+def keep_scale(path: str, of_sets: Sequence[Mapping[str, Reference]], data: str) -> None:
+    """Save with a checkpoint how its scores on some sets are distributed, those of each output too, or log why not."""
+    if not all(of_sets):
+        logger.info("%s was scored by an earlier sweep: vlmrm calibrate measures its scale anew", path)
         return
-    mean, std = float(scores.mean()), float(scores.std())
-    if std == 0:
-        logger.warning("All %d scores of %s are equal: nothing is saved to normalise by", len(scores), path)
+    pooled = {
+        name: Reference(*map(np.concatenate, zip(*(it[name] for it in of_sets if name in it), strict=True)))
+        for name in dict.fromkeys(name for it in of_sets for name in it)
+    }
+    if not (scale := scale_of(pooled)):
+        logger.warning("All scores of %s are equal: nothing is saved to normalise by", path)
         return
     try:
-        fitted = temperature.get("value") if isinstance(temperature, Mapping) else temperature
-        saved = save_scale(path, scale_of(scores, data, fitted))
+        saved = save_scale(path, {**scale, "reward_data": data})
     except (ConfigError, CheckpointError) as error:
         logger.warning("The scale of the scores is not saved with the best checkpoint: %s", error)
         return
     if saved:
+        mean, std = scale["reward_mean"], scale["reward_std"]
         logger.info("Saved with %s: its scores are %.4f ± %.4f on these data", path, mean, std)
 
 
@@ -189,9 +194,10 @@ def _listed(unread: Mapping[str, str]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in unread.items())
 
 
-def criterion_of(args: EvaluationArguments, sets: tuple[str, ...] = ()) -> Criterion:
+def criterion_of(args: EvaluationArguments, rows: Sequence[Any], sets: tuple[str, ...] = ()) -> Criterion:
     """Return the criterion by which one set chooses, or the mean of several."""
-    return Criterion(split_metric(args.metric_for_best)[1], args.one_standard_error, sets)
+    asked = Criterion(split_metric(args.metric_for_best)[1], args.one_standard_error, sets)
+    return asked.for_rows(rows) if args.fail_under is None else asked
 
 
 def open_set(
@@ -199,6 +205,7 @@ def open_set(
     entries: Sequence[Entry],
     args: EvaluationArguments,
     unread: dict[str, str],
+    outputs: Outputs,
     *,
     main: bool,
 ) -> OpenSet | None:
@@ -206,10 +213,15 @@ def open_set(
     failed: Exception | None = None
     dataset: Any = None
     try:
-        dataset = definition.open()
+        definition, dataset = definition.opened(outputs)
         results = definition.results(args)
     except (DataError, ConfigError) as error:
         failed = error
+    if outputs != ONE and definition.data_args.named_outputs == ONE:
+        names = ", ".join(outputs.names)
+        logger.warning(
+            "%s judges none of the outputs %s: their total is measured", definition.name or "The set", names
+        )
     # All ranks go on without a set that one of them cannot read.
     failure = next((error for error in gather_object([failed]) if error is not None), None)
     if failure is None:
@@ -250,6 +262,18 @@ def entries_to_evaluate(args: EvaluationArguments) -> list[Entry]:
     return [*map(CheckpointEntry, folders), *scorer_entries(args.scorer)]
 
 
+def trained_outputs(args: EvaluationArguments) -> Outputs:
+    """Return the outputs that all models were trained with; the default where they differ."""
+    folders = [found for it in args.model_dirs for found in find_checkpoints(it, args.checkpoint_pattern) or [it]]
+    if not all(Path(it).is_dir() for it in args.scorer):
+        return ONE
+    described = []
+    for folder in (*folders, *args.scorer):
+        with suppress(CheckpointError):  # opening it raises the same error
+            described.append((read_reward_file(folder) or {}).get("outputs"))
+    return Outputs.of(described[0]) if described and all(it == described[0] for it in described) else ONE
+
+
 def evaluate_all(entries: Sequence[Entry], sets: Sequence[OpenSet], run: SweepRun, unread: dict[str, str]) -> None:
     """Evaluate the entries on the sets that lack them, each opened once.
 
@@ -284,7 +308,7 @@ def evaluate_on(sets: Sequence[OpenSet], entry: Entry, run: SweepRun, unread: di
             started = time.perf_counter()
             results = it.results
             results.add(row, frame)
-            results.best = criterion_of(run.args).best(results.rows)
+            results.best = criterion_of(run.args, results.rows).best(results.rows)
             if run.processes.is_main_process:
                 results.write()
             logger.info("%s%s: %s", entry.path, it.of, describe(row))

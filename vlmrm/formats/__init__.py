@@ -58,10 +58,11 @@ def _hint(names: frozenset[str], layouts: Sequence[Layout]) -> str:
         return share, len(layout.columns() & names)
 
     layout = max(layouts, key=nearness)
-    if ONE_ANSWER & names and any(name.lower().endswith(RATING) for name in names):
+    single = rollouts.prompt_response
+    rated = single not in layouts and single.matches(names) and names - single.columns()
+    if rated or (ONE_ANSWER & names and any(name.lower().endswith(RATING) for name in names)):
         return ratings.ONE_ANSWER
     if nearness(layout)[0] < 0.5:
-        to_score = rollouts.prompt_response in layouts
-        such = "`prompt` and `response`" if to_score else "`prompt`, `chosen` and `rejected`"
+        such = "`prompt` and `response`" if single in layouts else "`prompt`, `chosen` and `rejected`"
         return f"rename them to those of one, such as {such}"
     return f"the nearest is `{layout.name}`, which also needs {layout.missing(names)}"

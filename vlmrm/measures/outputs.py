@@ -1,22 +1,64 @@
-"""Figures of each output of a model, from the judgements that train it."""
+"""Figures of each output of a model from the judgements that train it, and the scale of its scores."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.stats import rankdata
 
 from vlmrm.conversation import Comparison, Judgement, agreed_pairs
+from vlmrm.measures.intervals import NAN, Correlation, Figure, Mean
+from vlmrm.measures.pairs import credits_of
+from vlmrm.measures.statistics import fitted_temperature
 from vlmrm.outputs import Output, Outputs
 
 RIGHT = 0.5  # from which on a step is right
+TOTAL = ""  # the name of the one number among the outputs
+
+
+class Judged(NamedTuple):
+    """What people say of an output, and what it answers, of the answers [B] of all comparisons, in order."""
+
+    values: np.ndarray
+    ratings: np.ndarray  # the mean of the raters, NaN where there are none
+    pairs: np.ndarray  # [P, 2], the numbers of the better and the worse of two answers
+    owners: np.ndarray  # the number of the comparison
+
+    @property
+    def margins(self) -> np.ndarray:
+        """How far the better answer of each pair is ahead: [P]."""
+        return self.values[self.pairs[:, 0]] - self.values[self.pairs[:, 1]]
+
+
+def judged_outputs(
+    outputs: Outputs, comparisons: Sequence[Comparison], values: Sequence[Mapping[str, Sequence[float]]]
+) -> dict[str, Judged]:
+    """Return what is said of each output; `values[i]` has a value a branch by the name of the output."""
+    counts = [len(next(iter(of.values()))) for of in values]
+    owners, starts = np.repeat(np.arange(len(counts)), counts), np.cumsum([0, *counts])
+    ratings = {name: np.full(len(owners), NAN) for name in outputs.names}
+    pairs: dict[str, list[tuple[int, int]]] = {name: [] for name in outputs.names}
+    for start, comparison in zip(starts, comparisons, strict=False):
+        for number, name in enumerate(outputs.names):
+            for judgement in _merged(comparison, outputs, number):
+                if judgement.kind != "preference":
+                    ratings[name][start + np.array(judgement.answers)] = judgement.values
+                decided = (pair for pair in agreed_pairs([judgement]) if not pair.tie)
+                pairs[name] += [(start + pair.chosen, start + pair.rejected) for pair in decided]
+    of_all = {name: np.array([*chain.from_iterable(of[name] for of in values)]) for name in outputs.names}
+    return {
+        name: Judged(of_all[name], ratings[name], np.array(pairs[name], np.int64).reshape(-1, 2), owners)
+        for name in outputs.names
+    }
 
 
 def output_figures(
-    outputs: Outputs, comparisons: Sequence[Comparison], values: Sequence[Mapping[str, Sequence[float]]]
-) -> dict[str, dict[str, float]]:
-    """Return the figures of each output that is judged; `values[i]` has a value a branch by the name of the output.
+    outputs: Outputs, judged: Mapping[str, Judged], clusters: np.ndarray | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return the figures of each output that is judged, with `clusters` of the comparisons as `Estimate` has them.
 
     accuracy: share of pairs in the order of the judgement, ties of the model as a half, of `pairs`.
     rank: Spearman's correlation of values and ratings; error: their mean distance; of `ratings`.
@@ -24,16 +66,14 @@ def output_figures(
     wrong step of which the first is found, as the first value below a half.
     order: share of the frames of an episode in the order of their progress, two by two.
     """
-    figures = {}
-    for number, output in enumerate(outputs):
-        judged = [
-            (judgement, np.array(of[output.name])[list(judgement.answers)])
-            for comparison, of in zip(comparisons, values, strict=True)
-            for judgement in _merged(comparison, outputs, number)
-        ]
-        if judged:
-            figures[output.name] = {name: float(value) for name, value in _figures(output, judged)}
-    return figures
+
+    def said(figure: Any, comparisons: Any) -> Any:
+        if not isinstance(figure, Figure):
+            return figure
+        return figure.influence().value if clusters is None else figure.estimate(clusters[comparisons])._asdict()
+
+    found = {it.name: {name: said(*of) for name, *of in _figures(it, judged[it.name])} for it in outputs}
+    return {name: figures for name, figures in found.items() if figures}
 
 
 def _merged(comparison: Comparison, outputs: Outputs, number: int) -> Iterator[Judgement]:
@@ -51,43 +91,91 @@ def _merged(comparison: Comparison, outputs: Outputs, number: int) -> Iterator[J
     yield from (judgement for judgement in own if judgement.kind == "preference")
 
 
-def _figures(output: Output, judged: Sequence[tuple[Judgement, np.ndarray]]) -> Iterator[tuple[str, float]]:
-    credits = [credit for judgement, values in judged for credit in _credits(judgement, values)]
-    if credits and output.kind != "progress":
-        yield from (("accuracy", float(np.mean(credits))), ("pairs", len(credits)))
-    rated = [(np.array(judgement.values), values) for judgement, values in judged if judgement.kind != "preference"]
-    if not (output.rates and rated):
+def _figures(output: Output, of: Judged) -> Iterator[tuple[str, Figure | float, np.ndarray]]:
+    """Yield the name of each figure, the figure, and the numbers of the comparisons of its rows."""
+    credits, owners = Mean(credits_of(of.margins), scale="share"), of.owners[of.pairs[:, 0]]
+    if len(owners) and output.kind != "progress":
+        yield from (("accuracy", credits, owners), ("pairs", len(owners), owners))
+    rated = ~np.isnan(of.ratings)
+    if not (output.rates and rated.any()):
         return
-    truth, values = (np.concatenate(side) for side in zip(*rated, strict=True))
-    yield "ratings", len(truth)
+    yield "ratings", int(rated.sum()), of.owners
     if output.kind == "correctness":
-        yield "auc", _auc(truth >= RIGHT, values)
-        wrong = [(right < RIGHT, of < RIGHT) for right, of in rated if (right < RIGHT).any()]
-        found = [guess.any() and guess.argmax() == right.argmax() for right, guess in wrong]
-        yield "first_wrong", np.mean(found) if found else np.nan
+        yield "auc", _auc(of.ratings[rated] >= RIGHT, of.values[rated]), of.owners
+        wrong, first = _firsts(of.owners, rated & (of.ratings < RIGHT))
+        found = dict(zip(*_firsts(of.owners, rated & (of.values < RIGHT)), strict=True))
+        hits = [float(found.get(owner) == place) for owner, place in zip(wrong, first, strict=True)]
+        yield "first_wrong", Mean(np.array(hits), scale="share"), wrong
+        return
+    yield "error", Mean(np.abs(of.ratings - of.values), scale="positive"), of.owners
+    if output.kind == "progress":
+        yield "order", credits, owners
     else:
-        yield "error", np.abs(truth - values).mean()
-        if output.kind == "progress":
-            yield "order", float(np.mean(credits))
-        else:
-            yield "rank", _spearman(truth, values)
+        yield "rank", Correlation(of.ratings, of.values), of.owners
 
 
-def _credits(judgement: Judgement, values: np.ndarray) -> list[float]:
-    """Return for each pair that is no tie 1 where the better has the higher value, a half where both are equal."""
-    place = dict(zip(judgement.answers, values, strict=True))
-    leads = [place[chosen] - place[rejected] for chosen, rejected, tie in agreed_pairs([judgement]) if not tie]
-    return [1.0 if lead > 0 else 0.5 * (lead == 0) for lead in leads]
+def _firsts(owners: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the comparisons with an answer of `where`, and the first such answer of each."""
+    numbers, first = np.unique(owners[where], return_index=True)
+    return numbers, np.flatnonzero(where)[first]
 
 
 def _auc(positive: np.ndarray, values: np.ndarray) -> float:
     above, below = positive.sum(), (~positive).sum()
     if not above or not below:
-        return float("nan")
+        return NAN
     return (rankdata(values)[positive].sum() - above * (above + 1) / 2) / (above * below)
 
 
-def _spearman(truth: np.ndarray, values: np.ndarray) -> float:
-    if np.ptp(truth) == 0 or np.ptp(values) == 0:
-        return float("nan")
-    return float(np.corrcoef(rankdata(truth), rankdata(values))[0, 1])
+# The scale of scores -------------------------------------------------------------------------------------------------
+
+
+class Reference(NamedTuple):
+    """Scores of reference data, and by how much the better of two answers is ahead, as people say."""
+
+    scores: np.ndarray
+    margins: np.ndarray
+
+    @classmethod
+    def rated(cls, scores: np.ndarray, ratings: np.ndarray) -> Reference:
+        """Return scores[N] with the margins of each answer to one drawn for it, whatever their prompts."""
+        rated = np.flatnonzero(~np.isnan(ratings))
+        other = np.random.default_rng(0).permutation(rated)
+        ahead = np.sign(ratings[rated] - ratings[other])
+        return cls(scores, (ahead * (scores[rated] - scores[other]))[ahead != 0])
+
+
+def references(
+    outputs: Outputs, judged: Mapping[str, Judged], scores: Sequence[Sequence[float]], margins: np.ndarray
+) -> dict[str, Reference]:
+    """Return the reference of the one number, of these `margins` or else of its rating, and of each output."""
+    found = {TOTAL: Reference(np.array([*chain.from_iterable(scores)]), margins)}
+    if judged and not len(margins):
+        weighed = [it.weight * judged[it.name].ratings for it in outputs if it.weight]
+        nothing = np.zeros(len(found[TOTAL].scores))
+        found[TOTAL] = Reference.rated(found[TOTAL].scores, np.sum([nothing, *weighed], axis=0))
+    for name, of in judged.items():
+        said = ~np.isnan(of.ratings)
+        known = said | np.isin(np.arange(len(said)), of.pairs)
+        known = known if known.any() else ~known  # of what nobody judges all answers
+        rated = Reference.rated(of.values[known], of.ratings[known])
+        found[name] = rated if said.any() else rated._replace(margins=of.margins)
+    return found
+
+
+def scale_of(references: Mapping[str, Reference]) -> dict[str, Any]:
+    """Return what a checkpoint carries of its scores on reference data; nothing where all are equal."""
+    spread = {name: it for name, it in references.items() if len(it.scores) and np.ptp(it.scores) > 0}
+    scales = {name: _scale(it.scores, fitted_temperature(it.margins)) for name, it in spread.items()}
+    total = scales.pop(TOTAL, {})
+    return {**total, "reward_scales": scales} if scales else total
+
+
+def _scale(scores: np.ndarray, temperature: float) -> dict[str, Any]:
+    return {
+        "reward_mean": float(scores.mean()),
+        "reward_std": float(scores.std()),
+        "reward_count": len(scores),
+        "reward_quantiles": np.quantile(scores, np.linspace(0, 1, 101)).tolist(),
+        "reward_temperature": temperature if 0 < temperature < np.inf else None,
+    }

@@ -49,10 +49,11 @@ WEIGHTS = ".safetensors"
 SCORING_SUFFIXES = (WEIGHTS, ".json", ".jinja", ".txt", ".model")
 NOT_SCORING = (COMPLETE, "trainer_state.json", "training_settings.json")
 # Keys of `reward_model.json` that change no score: mean and deviation of `reward_count` raw scores on the data with
-# the fingerprint `reward_data`, samples with their scores, and where it came from.
+# the fingerprint `reward_data`, the same of each output by name, samples with their scores, and where it came from.
 SCALE = ("reward_mean", "reward_std", "reward_count", "reward_data", "reward_quantiles", "reward_temperature")
 FIGURES = (*SCALE, "pinned")
-NOT_SCORING_KEYS = ("provenance", *FIGURES)
+SCALES = "reward_scales"
+NOT_SCORING_KEYS = ("provenance", SCALES, *FIGURES)
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
@@ -273,6 +274,12 @@ def save_scale(folder: str | Path, scale: Mapping[str, Any]) -> bool:
     entry = {"bytes": path.stat().st_size, "sha256": content_digest(path)}
     write_json(folder / COMPLETE, manifest | {"files": files | {REWARD_FILE: entry}})
     return True
+
+
+def scale_in(folder: str | Path) -> dict[str, Any]:
+    """Return what a checkpoint carries of its scores on reference data; nothing where that was not measured."""
+    info = read_reward_file(folder) or {}
+    return {name: info[name] for name in (*SCALE, SCALES) if info.get(name) is not None}
 
 
 def provenance(source: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from vlmrm.data.media import encoded_media, media_key, open_image, png_of
 from vlmrm.errors import ConfigError, RewardError, RowError, finite_or_error
 from vlmrm.formats.openai import read_conversation, write_messages
 from vlmrm.http import Server, error_text, read_json, retried, run
+from vlmrm.outputs import ONE
 from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, prefixes_of, regrouped
 
 ROUTE = "/v1/rewards"
@@ -95,6 +96,11 @@ class AsyncRemoteScorer:
         """Return the raw logit of each conversation, or the error of one that cannot be scored, in order."""
         return await scores_of([[item] for item in enumerate(conversations)], self._ask, self.concurrency)
 
+    async def score_outputs(self, conversations: Sequence[ConversationLike]) -> list[dict[str, float] | RowError]:
+        """Return the value of each output by name for each conversation, or the error of one that has none."""
+        ask = partial(self._ask, read=_read_outputs)
+        return await scores_of([[item] for item in enumerate(conversations)], ask, self.concurrency)
+
     async def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
         """Return the raw logit of each candidate of each (prompt, candidates); a group is one request."""
         conversations = conversations_of(groups)
@@ -128,7 +134,7 @@ class AsyncRemoteScorer:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _ask(self, chunk: Chunk) -> dict[int, float | RowError]:
+    async def _ask(self, chunk: Chunk, read: Callable[[Mapping[str, Any]], Any] | None = None) -> dict[int, Any]:
         async def send(seconds: float) -> Any:
             content = chunk.content(self.model, seconds)
             content["headers"] = {**content.get("headers", {}), **self._headers}
@@ -140,26 +146,26 @@ class AsyncRemoteScorer:
         demanded = self._headers.get(REVISION_HEADER)
         if demanded is not None and answer.get("revision") != demanded:  # a server that does not know the header
             raise RewardError(f"{self.server.name} answered by revision {answer.get('revision')}, not {demanded}")
-        scores = dict(zip(chunk.indices, read_scores(answer, len(chunk.indices)), strict=True))
+        scores = dict(zip(chunk.indices, read_scores(answer, len(chunk.indices), read), strict=True))
         self.digest = answer.get("revision")
         return scores
 
 
 async def scores_of(
     groups: Sequence[Sequence[tuple[int, ConversationLike]]],
-    ask: Callable[[Chunk], Coroutine[Any, Any, dict[int, float | RowError]]],
+    ask: Callable[[Chunk], Coroutine[Any, Any, dict[int, Any]]],
     concurrency: int = CONCURRENCY,
     *,
     grouped: bool = False,
-) -> list[float | RowError]:
+) -> list[Any]:
     """Return the score of each numbered conversation, or its error, by the answers of `ask` to requests.
 
     Requests are sent as others finish, so that a long list is not encoded all at once.
     """
-    scores: dict[int, float | RowError] = {}
+    scores: dict[int, Any] = {}
     failures: dict[int, RowError] = {}
     requests = requests_of(groups, failures, grouped)
-    asking: set[asyncio.Task[dict[int, float | RowError]]] = set()
+    asking: set[asyncio.Task[dict[int, Any]]] = set()
     try:
         # Encoding media takes long enough to stall the event loop, so it runs on a thread.
         while (chunk := await asyncio.to_thread(lambda: next(requests, None))) is not None:
@@ -213,6 +219,10 @@ class RemoteScorer:
     def score_each(self, conversations: Sequence[ConversationLike]) -> list[float | RowError]:
         """Return the raw logit of each conversation, or the error of one that cannot be scored, in order."""
         return run(self._asked.score_each(conversations))
+
+    def score_outputs(self, conversations: Sequence[ConversationLike]) -> list[dict[str, float] | RowError]:
+        """Return the value of each output by name for each conversation, or the error of one that has none."""
+        return run(self._asked.score_outputs(conversations))
 
     def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
         """Return the raw logit of each candidate of each (prompt, candidates); a group is one request."""
@@ -295,13 +305,13 @@ def requests_of(
         yield chunk
 
 
-def read_scores(answer: Any, count: int) -> list[float | RowError]:
-    """Return the raw logit of each of `count` items in a service's answer, or its error."""
+def read_scores(answer: Any, count: int, read: Callable[[Mapping[str, Any]], Any] | None = None) -> list[Any]:
+    """Return what `read` makes of each of `count` items in a service's answer: its raw logit or its error."""
     data = answer.get("data") if isinstance(answer, dict) else None
     rows = data if isinstance(data, list) and all(isinstance(row, dict) for row in data) else []
     if [row.get("index") for row in rows] != list(range(count)):
         raise RewardError(f"the service answered {count} items with something else: is it a vlmrm service?")
-    return [_read_score(row) for row in rows]
+    return [*map(read or _read_score, rows)]
 
 
 def _read_score(row: Mapping[str, Any]) -> float | RowError:
@@ -311,6 +321,12 @@ def _read_score(row: Mapping[str, Any]) -> float | RowError:
     if isinstance(raw, bool) or not isinstance(raw, (int, float)):
         raise RewardError(f"the service answered {raw!r} as the score of an item: is it a vlmrm service?")
     return finite_or_error(float(raw))
+
+
+def _read_outputs(row: Mapping[str, Any]) -> dict[str, float] | RowError:
+    """Return the values of an item by the name of the output; of a model of one number that as `score`."""
+    score = _read_score(row)
+    return score if isinstance(score, RowError) else (row.get("details") or {}).get("outputs", {ONE.names[0]: score})
 
 
 class EncodedMedia:

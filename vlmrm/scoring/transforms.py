@@ -73,19 +73,6 @@ class Normalization:
         return (raw(scores) - self.mean) / max(self.std, FLOOR)
 
 
-def scale_of(scores: np.ndarray, data: str, temperature: float | None) -> dict[str, Any]:
-    """Return what a checkpoint carries of its scores [N] on reference data, the fingerprint `data`."""
-    fits = temperature is not None and 0 < temperature < np.inf
-    return {
-        "reward_mean": float(scores.mean()),
-        "reward_std": float(scores.std()),
-        "reward_count": len(scores),
-        "reward_data": data,
-        "reward_quantiles": np.quantile(scores, np.linspace(0, 1, 101)).tolist(),
-        "reward_temperature": temperature if fits else None,
-    }
-
-
 TRANSFORMS: dict[str, Transform] = {
     "raw": raw,
     "sigmoid": sigmoid,
@@ -96,13 +83,23 @@ TRANSFORMS: dict[str, Transform] = {
 SCALED = ("normalized", "percentile", "probability")  # by what a checkpoint carries of its scores on reference data
 
 
-def transform_named(name: str, info: Mapping[str, Any] | None = None, model: str = "the checkpoint") -> Transform:
-    """Return one of `TRANSFORMS`, or of `SCALED` by `info`, the `reward_model.json` of `model`."""
+def scale_for(info: Mapping[str, Any], output: str | None) -> Mapping[str, Any]:
+    """Return where `reward_model.json` has the scale of the total, or of an output."""
+    return info if output is None else (info.get("reward_scales") or {}).get(output, {})
+
+
+def transform_named(
+    name: str, info: Mapping[str, Any] | None = None, model: str = "the checkpoint", output: str | None = None
+) -> Transform:
+    """Return one of `TRANSFORMS`, or of `SCALED` by `info`, the `reward_model.json` of `model`, for an output or all.
+
+    transform_named("percentile", scorer.loaded.info, output="clarity")([4.2])
+    """
     if name in TRANSFORMS:
         return TRANSFORMS[name]
     if name not in SCALED:
         raise ConfigError(f"the transform is {name!r}: choose one of {', '.join([*TRANSFORMS, *SCALED])}.")
-    info = info or {}
+    info = scale_for(info or {}, output)
     mean, std, quantiles = (info.get(f"reward_{it}") for it in ("mean", "std", "quantiles"))
     temperature = info.get("reward_temperature")
     if name == "normalized" and mean is not None and std is not None:
@@ -114,7 +111,13 @@ def transform_named(name: str, info: Mapping[str, Any] | None = None, model: str
         if name == "probability" and temperature:  # that people prefer it to a middling answer of the reference data
             middle = np.interp(0.5, shares, quantiles)
             return lambda scores: logistic((raw(scores) - middle) / temperature)
+    of = f" of {output}" if output else ""
+    if quantiles and name == "probability":
+        raise CheckpointError(
+            f"{model} has no probability{of}: its reference data have no pair or rating, or it orders all of them as "
+            "people do: take percentile, or measure it on other data with `vlmrm calibrate`."
+        )
     raise CheckpointError(
-        f"{model} has no scale for {name} in its reward_model.json: evaluate it once with `vlmrm eval`, which "
-        "measures it, or choose another transform."
+        f"{model} has no scale{of} for {name} in its reward_model.json: measure it with `vlmrm calibrate`, or choose "
+        "another transform."
     )

@@ -27,6 +27,7 @@ from vlmrm.rewards.registry import reward_arguments
 from vlmrm.rewards.reward_set import Models
 from vlmrm.rewards.samples import CallResult, required_columns, reward_items
 from vlmrm.scoring.loading import SCORER_OPTIONS, load_local_scorer
+from vlmrm.scoring.transforms import scale_for
 from vlmrm.serving.media import conversation_of, read_npy, with_arrays, write_npy
 from vlmrm.serving.preparing import MediaProcesses
 from vlmrm.settings import did_you_mean
@@ -76,7 +77,7 @@ class ScorerEngine:
             "prompts_kept": self.scorer.prompts_kept,
             **({} if self.scorer.outputs == ONE else {"outputs": self.scorer.outputs.described()}),
             **{name: info.get(name) for name in ("max_pixels", "chat_template_sha256")},
-            **{name: info.get(name) if self.output is None else None for name in SCALE},  # which is the total's
+            **{name: scale_for(info, self.output).get(name) for name in SCALE},
         }
 
     def prepare(self, items: Sequence[Item]) -> list[Rendered | RowError]:

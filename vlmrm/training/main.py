@@ -24,7 +24,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.batching.collator import plain_worker_errors
 from vlmrm.batching.media import blank_image
-from vlmrm.data.comparisons import IrrelevantQueries, load_train_and_eval
+from vlmrm.data.comparisons import IrrelevantQueries, data_fingerprint, load_train_and_eval
 from vlmrm.errors import ConfigError, Interrupted, Preempted, TrainingError, first_line
 from vlmrm.files import write_json
 from vlmrm.logs import start_log
@@ -98,6 +98,8 @@ class Run:
         self.processor = load_processor(keys.model_name_or_path, keys.model_revision, args.trust_remote_code)
         self.settings = training_settings(keys, self.data_args, args)  # every key, and fingerprints of data and model
         self.base_digest = from_first_rank(lambda: base_digest(keys))
+        held_out = self.data_args.eval_dataset_path or self.data_args.dataset_path
+        self.reference = from_first_rank(lambda: data_fingerprint(held_out))
 
     def resume(self) -> bool:
         """Choose the checkpoint that the run goes on from, compare both, and return whether there are steps left."""
@@ -173,6 +175,7 @@ class Run:
             provenance=provenance(source),
             base_digest=self.base_digest,
             outputs=self.data_args.named_outputs,
+            **{**self.trainer.scales.get(self.trainer.state.global_step, {}), "reward_data": self.reference},
         )
         write_json(folder / SETTINGS, self.settings)
 

@@ -9,7 +9,8 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +20,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from vlmrm.conversation import Video, media_of
 from vlmrm.data.arguments import DataArguments
+from vlmrm.data.columns import read_columns
 from vlmrm.data.comparisons import is_held_out_key, load_comparisons, prompt_keys
 from vlmrm.data.media import image_size
+from vlmrm.data.tables import load_sources
 from vlmrm.errors import CheckpointError, ConfigError, DataError, RowError
+from vlmrm.formats import LAYOUTS_TO_SCORE
 from vlmrm.libraries import install_command
 from vlmrm.logs import counted
 from vlmrm.measures.analysis import CLUSTERS
@@ -39,6 +43,8 @@ USABLE = 0.7  # share of the memory for weights and optimizer; the rest is for a
 FULL_BYTES, HALF_BYTES, QUANTIZED_BYTES = 16, 2, 0.7  # a parameter: trained whole, frozen in half precision, in 4 bits
 TOKEN_PIXELS = 28 * 28
 SMALL = 5e7  # parameters of a model for trials
+LEVELS = 10  # up to which whole numbers are an ordinal
+READING = ("columns", "image_root", "outputs")  # keys that say how rows are read
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,14 @@ def _yaml(value: Any) -> str:
 
 def facts_of_data(arguments: DataArguments) -> DataFacts:
     """Read a sample of the rows, and the sizes of their images."""
-    dataset: Any = load_comparisons(arguments.dataset_path, arguments=arguments)
+    dataset: Any = None
+    try:
+        dataset = cast(Any, load_comparisons(arguments.dataset_path, arguments=arguments))
+    except DataError:
+        if not (outputs := rating_columns(arguments)):
+            raise
+        arguments = replace(arguments, outputs=outputs)
+        dataset = cast(Any, load_comparisons(arguments.dataset_path, arguments=arguments))
     count = len(dataset)
     chosen = np.sort(np.random.default_rng(0).choice(count, min(SAMPLE, count), replace=False))
     rows = [dataset[int(number)]["comparison"] for number in chosen]
@@ -208,8 +221,25 @@ def facts_of_data(arguments: DataArguments) -> DataFacts:
         held_out_prompts=prompts,
         bad_share=len(errors) / len(rows),
         reason=errors[-1].reason if errors else "",
-        reading={name: value for name in ("columns", "image_root") if (value := getattr(arguments, name)) is not None},
+        reading={name: value for name in READING if (value := getattr(arguments, name)) is not None},
     )
+
+
+def rating_columns(arguments: DataArguments) -> dict[str, str]:
+    """Return the columns of numbers beside single answers as outputs, of the range that their values have."""
+    outputs: dict[str, str] = {}
+    with suppress(DataError):
+        [[source, *_], *_] = load_sources(
+            arguments.dataset_path, bad_rows="skip", columns=arguments.column_names, layouts=LAYOUTS_TO_SCORE
+        )
+        read = read_columns()
+        for name in (it for it in source.columns if it not in read and not it.lower().endswith("id")):
+            values = np.array([it for it in cast(Any, source.table)[name] if it is not None])
+            if len(values) and values.dtype.kind in "iuf" and values.min() < values.max():
+                low, high = int(np.floor(values.min())), int(np.ceil(values.max()))
+                whole = high - low <= LEVELS and bool((values == np.round(values)).all())
+                outputs[name] = f"{'ordinal' if whole else 'rating'} {low}-{high}"
+    return outputs
 
 
 def _held_out(dataset: Any, count: int) -> tuple[float, int]:

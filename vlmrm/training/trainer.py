@@ -28,6 +28,7 @@ from vlmrm.engine import Engine, ScoredRow
 from vlmrm.errors import RowError, ScoreError, TrainingError
 from vlmrm.libraries import relies_on
 from vlmrm.measures.interventions import INTERVENTIONS
+from vlmrm.modeling.manifest import scale_in
 from vlmrm.outputs import ONE
 from vlmrm.training.arguments import RewardTrainingArguments
 from vlmrm.training.callbacks import LOGGED, Bar, CurvesCallback, FiguresCallback, PreemptionCallback, RowTally
@@ -120,6 +121,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         self.compiles: Callable[[int], bool] = lambda steps: False  # whether blocks are, once the model proved sight
         self.rates: dict[str, float] = {}  # of the last step, by key
         self._evaluated: list[ScoredRow] = []
+        self.scales: dict[int, dict[str, Any]] = {}  # that of the scores of the last evaluation, by its step
 
     # Data -----------------------------------------------------------------------------------------------------------
 
@@ -275,8 +277,8 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
     def evaluation_loop(self, dataloader, description, *args, metric_key_prefix="eval", **kwargs) -> EvalLoopOutput:
         """Evaluate every row once, whatever the number of ranks: rows that samplers repeat are dropped by index."""
         from vlmrm.measures.analysis import trl_summary
-        from vlmrm.measures.outputs import output_figures
-        from vlmrm.measures.pairs import scored_pairs
+        from vlmrm.measures.outputs import judged_outputs, output_figures, references, scale_of
+        from vlmrm.measures.pairs import PairArrays, scored_pairs
 
         self._evaluated = []
         output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
@@ -288,17 +290,21 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         scored = {row.index: row for row in evaluated if row.error is None}
         rows = [row for row in dataloader.dataset if row["index"] in scored]
         comparisons, outputs = [row["comparison"] for row in rows], self.eval_collator.outputs
-        pairs = scored_pairs(comparisons, [scored[row["index"]].scores for row in rows], outputs)
+        scores = [scored[row["index"]].scores for row in rows]
+        pairs = scored_pairs(comparisons, scores, outputs)
         figures = trl_summary(pairs) if len(pairs) else {}
-        of_outputs = {}
+        judged, of_outputs = {}, {}
         if outputs != ONE:
-            of_outputs = output_figures(outputs, comparisons, [scored[row["index"]].outputs for row in rows])
+            judged = judged_outputs(outputs, comparisons, [scored[row["index"]].outputs for row in rows])
+            of_outputs = output_figures(outputs, judged)
             figures |= {f"{name}_{figure}": it for name, of in of_outputs.items() for figure, it in of.items()}
         if not figures.get("pairs") and not of_outputs:
             raise TrainingError(
                 f"the evaluation has no pair with a preference: of {len(dataloader.dataset)} rows {len(rows)} were "
                 f"scored, and why others were not is in *_{DROPPED_ROWS} of {self.args.output_dir}."
             )
+        found = references(outputs, judged, scores, PairArrays(pairs).decided)
+        self.scales = {self.state.global_step: scale_of(found)}
         wanted = (self.args.metric_for_best_model or "").removeprefix("eval_")
         if of_outputs and self.args.load_best_model_at_end and wanted and wanted not in figures:
             names = ", ".join(name for name in figures if not name.endswith(("_ratings", "_pairs")))
@@ -318,6 +324,8 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
     def save_final(self, folder: Path) -> None:
         """Save the model, without optimizer state, as a complete checkpoint."""
         self.row_tally.check()
+        if self.args.load_best_model_at_end and (best := self.state.best_model_checkpoint) is not None:
+            self.scales = {self.state.global_step: scale_in(best)}
         with self._saving(folder):
             self.save_model(str(folder), _internal_call=True)
 

@@ -31,10 +31,9 @@ from vlmrm.evaluation.report.checkpoints import (
     without_figures,
 )
 from vlmrm.evaluation.report.explorer import pack_pairs
-from vlmrm.evaluation.report.sections import curve, sections
+from vlmrm.evaluation.report.sections import curve, of_outputs, sections
 from vlmrm.files import make_folder, require_own_file, write_file
 from vlmrm.libraries import missing
-from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.plots import css_variables, drawing, save
 from vlmrm.modeling.manifest import read_reward_file, verify_complete, write_complete
@@ -58,7 +57,7 @@ def build_report(
     checkpoints, left_out = split(read_frames(sources))
     sweeps = read_sweeps(sources)
     choice = choose(checkpoints, sweeps)
-    best, chips = choice.best, audit.chips(choice)
+    best, chips = choice.best, audit.chips(choice) if checkpoints else []
     if choice.leakage and choice.leakage["leaked_rows"]:
         left_out.append("{leaked_rows:,} of {rows:,} rows were trained on.".format_map(choice.leakage))
     folder = Path(output_dir)
@@ -76,19 +75,18 @@ def build_report(
         .get_template("report/page.html.jinja")
         .render(
             title=title,
-            best=best,
+            label=best.label,
             path=choice.path,
-            use=audit.use(choice),
+            use=audit.use(choice) if checkpoints else "Use",
             peers=audit.peers(choice),
             chips=chips,
-            trust=audit.trust(choice, chips),
-            clusters=best.pairs["cluster"].nunique(),
-            ties=len(best.rows) - len(best.pairs),
+            trust=audit.trust(choice, chips) if checkpoints else {},
+            best=best,
             left_out=[*left_out, *without_figures(sweeps)],
             first=first,
             sections=page_sections,
             drawn=drawn,
-            pairs=pack_pairs(checkpoints, best),
+            pairs=pack_pairs(checkpoints, best) if checkpoints else None,
             group="category" if "category" in best.rows else "",
             style=style,
             script=script,
@@ -182,29 +180,31 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
     manifest = verify_complete(folder)
     require_own_file(folder / CARD, *CARDS)
     info = read_reward_file(folder) or {}
-    [frame] = read_frames([results])
-    measured, sweeps = _find(folder, frame), read_sweeps([results])
-    choice = choose(split([frame])[0], sweeps)
-    if (choice.best.model, choice.best.name) != (measured.model, measured.name):
+    checkpoints, sweeps = split(read_frames([results]))[0], read_sweeps([results])
+    choice = choose(checkpoints, sweeps)
+    measured, shares = _find(folder, checkpoints or [choice.best]), {}
+    if choice.best is not measured:
         choice = Choice(measured, "", "", measured.accuracy, None, None)
     rows = (row for sweep in sweeps for row in sweep["results"] if "provenance" in row)
-    named = (row for row in rows if (row["model"], row["checkpoint"]) == (measured.model, measured.name))
-    altered = {it.view: measured.altered(name) for name, it in INTERVENTIONS.items()}
-    shares = {"all pairs": measured.accuracy, **{name: share for name, share in altered.items() if share.n}}
+    row: Any = next((it for it in rows if (it["model"], it["checkpoint"]) == (measured.model, measured.name)), {})
+    if checkpoints:
+        altered = {it.view: measured.altered(name) for name, it in INTERVENTIONS.items()}
+        shares = {"all pairs": measured.accuracy, **{name: share for name, share in altered.items() if share.n}}
     base = info.get("provenance", {}).get("base_model")
     environment = templates(escape=False)  # in Markdown, texts of the data are cells of tables, which `cell` escapes
     environment.filters["cell"] = _cell
     text = environment.get_template("card.md.jinja").render(
-        metadata=_metadata(folder, base, choice.accuracy, data).to_yaml(),
+        metadata=_metadata(folder, base, choice, data).to_yaml(),
         name=_name(folder),
         base=Path(base).name if base is not None and Path(base).exists() else base,  # a hub id, or a folder's name
         data=data,
-        chips=(chips := audit.chips(choice)),
-        trust=audit.trust(choice, chips),
+        chips=(chips := audit.chips(choice) if checkpoints else []),
+        trust=audit.trust(choice, chips) if checkpoints else {},
+        tables=of_outputs(choice.outputs, [row]).tables if "outputs" in row else [],
         rows=[(name, percent(it.value), interval(it), f"{it.n:,}") for name, it in shares.items()],
-        length=percent(measured.figures["length_baseline_accuracy"]["value"]),
-        correlation=number(measured.figures["margin_length_correlation"]["value"], 2),
-        scored=next((row["provenance"] for row in named), None),  # scored pairs alone have none
+        length=percent(measured.figures["length_baseline_accuracy"]["value"]) if checkpoints else "–",
+        correlation=number(measured.figures["margin_length_correlation"]["value"], 2) if checkpoints else "–",
+        scored=row.get("provenance"),  # scored pairs alone have none
         info=info,
         provenance=info.get("provenance", {}),
     )
@@ -213,12 +213,11 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
     return folder / CARD
 
 
-def _find(folder: Path, frame: pd.DataFrame) -> Checkpoint:
+def _find(folder: Path, measured: Sequence[Checkpoint]) -> Checkpoint:
     """Return the checkpoint with the names of the folder and its parent: paths may have changed since the sweep."""
     path = folder.resolve()
-    rows = frame[frame["checkpoint"] == path.name] if "checkpoint" in frame else frame
-    measured = split([rows])[0] if len(rows) else []
-    matching = [checkpoint for checkpoint in measured if Path(checkpoint.model).resolve().name == path.parent.name]
+    names = (path.parent.name, path.name)
+    matching = [it for it in measured if (Path(it.model).resolve().name, it.name) == names]
     if len(matching) != 1:
         raise ConfigError(
             f"the results hold {len(matching)} checkpoints named {path.parent.name}/{path.name}: evaluate {folder} by "
@@ -227,16 +226,16 @@ def _find(folder: Path, frame: pd.DataFrame) -> Checkpoint:
     return matching[0]
 
 
-def _metadata(folder: Path, base: str | None, accuracy: Estimate, data: str) -> ModelCardData:
+def _metadata(folder: Path, base: str | None, choice: Choice, data: str) -> ModelCardData:
     """Return the metadata that the hub reads from a card, with the results."""
     result = EvalResult(
         task_type="preference-evaluation",
         task_name="Preference evaluation",
         dataset_type=data,
         dataset_name=data,
-        metric_type="accuracy",
-        metric_name="Preference accuracy",
-        metric_value=round(accuracy.value, 6),
+        metric_type=choice.metric,
+        metric_name="Preference accuracy" if choice.metric == "accuracy" else choice.metric,
+        metric_value=round(choice.accuracy.value, 6),
     )
     base_entry: dict[str, Any] = {} if base is None or Path(base).exists() else {"base_model": base}
     return ModelCardData(

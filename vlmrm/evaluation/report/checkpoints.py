@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,11 +16,12 @@ import pandas as pd
 
 from vlmrm.errors import ConfigError, DataError
 from vlmrm.evaluation.choosing import MEAN, Criterion, split_metric
-from vlmrm.evaluation.schema import Best, ResultsFile, details_path, load_results
+from vlmrm.evaluation.schema import Best, ResultsFile, Row, details_path, load_results
 from vlmrm.measures.analysis import GROUP, Finding, analyse, audit, figures
 from vlmrm.measures.differences import PairedTest, compare
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.pairs import COLUMNS, margins_of, not_finite, read_pairs
+from vlmrm.outputs import ONE, Outputs
 
 TrainingLog = Sequence[Mapping[str, float]]  # HF's `log_history`
 
@@ -85,10 +87,14 @@ class Checkpoint:
 
 
 def read_frames(sources: Sequence[pd.DataFrame | str | Path]) -> list[pd.DataFrame]:
-    """Return the frames, and for each path the frame in the `.scores.parquet` that it names or that is beside it."""
+    """Return the frames, and for each path that of the `.scores.parquet` that it names or is beside it.
+
+    Results of outputs that were measured without pairs have none.
+    """
     if not sources:
         raise ConfigError("there is nothing to report: name the output_file of at least one evaluation.")
-    return [source if isinstance(source, pd.DataFrame) else _read(Path(source)) for source in sources]
+    frames = [source if isinstance(source, pd.DataFrame) else _read(Path(source)) for source in sources]
+    return [frame for frame in frames if frame is not None]
 
 
 def scores_path(path: Path) -> Path:
@@ -98,9 +104,11 @@ def scores_path(path: Path) -> Path:
     return path if path.suffix == ".parquet" else path.with_suffix(".scores.parquet")
 
 
-def _read(path: Path) -> pd.DataFrame:
+def _read(path: Path) -> pd.DataFrame | None:
     file = scores_path(path)
     if not file.is_file():
+        if any(sweep["best"] and "outputs" in row for sweep in read_sweeps([path]) for row in sweep["results"]):
+            return None
         if sets := sorted(path.with_suffix("").glob("*.scores.parquet")):
             raise ConfigError(
                 f"{path} is the table of {len(sets)} data sets: give one of them, such as {sets[0]}, or rank the "
@@ -113,6 +121,8 @@ def _read(path: Path) -> pd.DataFrame:
 def split(frames: Sequence[pd.DataFrame]) -> tuple[list[Checkpoint], list[str]]:
     """Return the checkpoints of all frames, by model and step, and a sentence about each that cannot be shown."""
     rows_by_key: dict[tuple[str, str], pd.DataFrame] = {}
+    if not frames:
+        return [], ["These data have ratings and no pairs, so that interventions have nothing to compare."]
     for frame in frames:
         if missing := [name for name in NEEDED if name not in frame]:
             raise DataError(f"the scored pairs have no column {', '.join(missing)}: make them with vlmrm eval.")
@@ -157,13 +167,16 @@ class Choice:
     best: Checkpoint
     reason: str
     path: str
-    accuracy: Estimate  # without the luck of being chosen among so many as `among`
+    accuracy: Estimate  # or another `metric`, without the luck of being chosen among so many as `among`
     leakage: dict[str, Any] | None  # the overlap of its data with the training data, None if unknown
     benchmark: tuple[str, Mapping[str, Mapping[str, Any]]] | None  # a public one's name and its figures
     among: int = 1  # also where the luck is unknown
     limits: Mapping[str, str] = field(default_factory=dict)  # interventions that could not be tried, with the reason
     behind: Mapping[str, PairedTest] = field(default_factory=dict)  # the best against each other, by its label
     unlike: str = ""  # why they cannot be compared
+    metric: str = "accuracy"
+    rows: Sequence[Row] = ()  # its own of the results and, where there are no pairs, the others'
+    outputs: Outputs = ONE
 
 
 def read_sweeps(sources: Sequence[pd.DataFrame | str | Path]) -> list[ResultsFile]:
@@ -198,6 +211,17 @@ def _history(state: Path) -> TrainingLog:
 
 def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> Choice:
     """Return the choice of the sweep; among those of several sweeps, or without any, the most accurate."""
+    if not checkpoints:
+        if len(sweeps) > 1 or (first := sweeps[0]["best"]) is None:
+            raise DataError("results without pairs are shown one at a time: name those of one evaluation.")
+        rows = sorted(
+            (it for it in sweeps[0]["results"] if not it["error"]), key=lambda it: it["path"] != first["path"]
+        )
+        reason = f"Best of {len(rows)} by {first['metric'].replace('_', ' ')}" if len(rows) > 1 else ""
+        alone = Checkpoint(first["model"], first["checkpoint"], first["checkpoint"], pd.DataFrame())
+        figure = Estimate(first["value"], *[math.nan] * 3, 0, 0)
+        choice = Choice(alone, reason, first["path"], figure, sweeps[0]["leakage"], None, unlike=reason)
+        return replace(choice, metric=first["metric"], rows=rows, outputs=_outputs_of(sweeps[0]))
     chosen = {(best["model"], best["checkpoint"]): best for sweep in sweeps if (best := sweep["best"])}
     named = [checkpoint for checkpoint in checkpoints if (checkpoint.model, checkpoint.name) in chosen]
     best = max(named or checkpoints, key=lambda checkpoint: checkpoint.accuracy.value)  # of equals the first
@@ -215,7 +239,11 @@ def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> 
     sweep, row = held[0]
     benchmark = (sweep["settings"]["benchmark"], row["benchmark"]) if "benchmark" in row else None
     known = {"leakage": sweep["leakage"], "benchmark": benchmark, "limits": row.get("limits", {})}
-    return replace(choice, path=row["path"], **known)
+    return replace(choice, path=row["path"], rows=[row], outputs=_outputs_of(sweep), **known)
+
+
+def _outputs_of(sweep: ResultsFile) -> Outputs:
+    return Outputs.of(sweep["settings"].get("reading", {}).get("outputs"))
 
 
 def _compared(best: Checkpoint, checkpoints: Sequence[Checkpoint]) -> tuple[Mapping[str, PairedTest], str]:

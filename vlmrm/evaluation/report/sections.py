@@ -21,6 +21,7 @@ from vlmrm.evaluation.report.checkpoints import (
     percent,
     points,
 )
+from vlmrm.evaluation.results import COUNTS
 from vlmrm.measures import plots
 from vlmrm.measures.analysis import GROUP, MARGIN
 from vlmrm.measures.analysis import LEVEL as TOGETHER
@@ -28,6 +29,7 @@ from vlmrm.measures.differences import PairedTest
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRICS
+from vlmrm.outputs import FIGURES, Outputs
 
 CATEGORIES = 40  # in one figure; the table beside it has them all
 LONG = 30  # letters of a name, more than half a page has room for
@@ -82,10 +84,14 @@ def sections(
 ) -> list[Section]:
     """Return all sections in the order of the page; most are of the best checkpoint. `logs` are by training."""
     best = choice.best
+    of_rows = [of_outputs(choice.outputs, choice.rows)] if any("outputs" in row for row in choice.rows) else []
+    if not checkpoints:
+        return of_rows
     return [
         of_checkpoints(checkpoints, choice),
         *([of_training(logs)] if logs else []),
         *([of_published(best, *choice.benchmark)] if choice.benchmark else []),
+        *of_rows,
         of_audit(best, choice.limits),
         of_categories(best),
         of_scores(best),
@@ -193,6 +199,28 @@ def _published(figure: Estimate | str | float | None) -> str:
     if isinstance(figure, Estimate):
         return figure.in_percent()
     return f"{100 * figure:.1f}" if isinstance(figure, float) else "–"
+
+
+def of_outputs(outputs: Outputs, rows: Sequence[Mapping[str, Any]]) -> Section:
+    """Show how far each output of each row agrees with what people say of it."""
+    found = [(row, it, row["outputs"][it.name]) for row in rows for it in outputs if it.name in row["outputs"]]
+    names = [name for name in (*FIGURES, *COUNTS) if any(name in of for _, _, of in found)]
+    several = len(rows) > 1
+    cells = [
+        [f"{row['checkpoint']}: {it.name}" if several else it.name, it.written(), *(_figure(of.get(n)) for n in names)]
+        for row, it, of in found
+    ]
+    head = ["output", "kind", *(name.replace("_", " ") for name in names)]
+    table = Table("Each output" + several * ", of the best checkpoint first", head, cells)
+    text = "Intervals hold for other prompts, so that answers to a single one have none."
+    return Section("outputs", "Outputs", text, tables=[table])
+
+
+def _figure(figure: Any) -> str:
+    if not isinstance(figure, Mapping):
+        return "–" if figure is None else number(figure, 0 if isinstance(figure, int) else 3)
+    value, low, high = (number(figure[part]) for part in ("value", "low", "high"))
+    return value if low == "–" else f"{value} ({low} to {high})"
 
 
 def of_audit(best: Checkpoint, limits: Mapping[str, str]) -> Section:

@@ -150,17 +150,16 @@ class _TrainedReward(BaseRewardModel):
             self.loaded = _ServedModel(config, model) if isinstance(model, str) else _SharedModel(model)
             self.outputs.checked(self.output, f"{where}: ")
             return
-        if self.output is not None and name in SCALED:
-            raise ConfigError(f"{where}: transform is {name}, whose scale is of the model's total: leave output out.")
         with needs("local", f"the reward {config.name}"):
             from vlmrm.modeling.manifest import read_reward_file
             from vlmrm.modeling.published_weights import shared
-        self.transform = transform_named(name, read_reward_file(model), model)
+        info = read_reward_file(model) or {}
+        Outputs.of(info.get("outputs")).checked(self.output, f"{where}: ")
+        self.transform = transform_named(name, info, model, self.output)
         options = {name: extra[name] for name in LOCAL if name in extra}
         options |= {"dtype": str(self.dtype).removeprefix("torch."), "device": str(self.device)}
         self.loaded = shared(_SharedModel, model, *sorted(options.items()))
         self.model = self.loaded.scorer.model
-        self.outputs.checked(self.output, f"{where}: ")
 
     # Without **kwargs, so that no other columns are gathered from other ranks.
     def __call__(  # ty: ignore[incompatible-method-override]
