@@ -65,8 +65,8 @@ vlmrm's own keys come first, then those of Hugging Face by topic. This page is g
 
 DATA_INTRODUCTION = """Training and evaluation read data with the same keys. Evaluation scores `dataset_path`; with
 `eval_fraction` it scores the rows that a training with the same `dataset_path`, `eval_fraction` and `split_seed` held
-out. It refuses keys that it would ignore: `eval_dataset_path`, `eval_dataset_split`, `max_train_samples`, `streaming`
-and `shuffle_buffer`; with a `benchmark` also `dataset_split`, `dataset_weights`,
+out. It refuses keys that it would ignore: `eval_dataset_path`, `eval_dataset_split`, `max_train_samples`
+and `critique_weight`; with a `benchmark` also `dataset_split`, `dataset_weights`,
 `eval_fraction`, `columns` and `images`."""
 
 INHERITED_INTRODUCTION = """Every key of `transformers.TrainingArguments` and `trl.RewardConfig` works and keeps its
@@ -117,7 +117,6 @@ DATA = {
         "video_max_frames",
     ),
     "Length and bad rows": ("max_seq_length", "overlong", "bad_rows"),
-    "Streaming": ("streaming", "shuffle_buffer"),
 }
 EVALUATION = {
     "What to evaluate": (

@@ -56,7 +56,6 @@ KINDS = (
     Kind("LoRA", {"use_peft": True, "lora_r": 4, "lora_dropout": 0.1}),
     Kind("worker and evaluation", {"dataloader_num_workers": 1, "eval_fraction": 0.3, "eval_strategy": "steps",
                                    "eval_steps": 2, "probe_samples": 2}),
-    Kind("stream", {"streaming": True, "shuffle_buffer": 8}),
     Kind("two ranks", {}, ranks=2),
 )  # fmt: skip
 

@@ -44,6 +44,7 @@ EXAMPLES_OF_VERBS = (
     "card outputs/mine/checkpoint-500 results/mine.csv --data me/my_pairs",
     "leakage --train my_pairs.jsonl --eval my_test.jsonl",
     "distil --from judge:Qwen3-VL-32B@http://localhost:8000/v1 --data my_answers.jsonl --output judged.jsonl",
+    "calibrate outputs/mine/final --dataset_path my_pairs.jsonl",
     "rulers my_pairs.jsonl",
     "rulers --benchmark rewardbench",
     "merge outputs/lora/final outputs/merged",

@@ -140,7 +140,7 @@ def test_a_batch_of_only_bad_rows_still_steps(processor):
 def test_irrelevant_answers_stand_under_another_prompt(processor):
     red = comparison("red", {"r": 1, "s": 0}, "red", "Red?")
     blue = comparison("blue", {"b": 1, "c": 0}, "blue", "Blue?")
-    batch = collator(processor, irrelevant=IrrelevantQueries(1, seed=0))(rows(red, blue))
+    batch = collator(processor, irrelevant=IrrelevantQueries(1, 0, rows(red, blue)))(rows(red, blue))
     texts = processor.tokenizer.batch_decode(only_inputs(batch)["input_ids"], skip_special_tokens=True)
     added = [i for i, is_irrelevant in enumerate(only_part(batch)["pairs"]["irrelevant"].tolist()) if is_irrelevant]
     assert len(added) == 2
@@ -188,7 +188,7 @@ def test_donors_are_chosen_by_seed_epoch_and_row():
 
 def test_a_token_budget_splits_batches_keeping_every_pair(processor):
     comparisons = [comparison(str(i), {"y": 1, "n": 0}, colour) for i, colour in enumerate(("red", "green", "blue"))]
-    queries = IrrelevantQueries(1, seed=0)
+    queries = IrrelevantQueries(1, 0, rows(*comparisons))
     unsplit = collator(processor, irrelevant=queries)(rows(*comparisons))
     split = collator(processor, irrelevant=queries, max_tokens_per_batch=1)
     parts = split(rows(*comparisons))["parts"]

@@ -32,20 +32,19 @@ def write(path: Path, *rows: dict) -> str:
     return str(path)
 
 
-def load(*paths: str, streaming: bool = False, **keys):
-    arguments = DataArguments(shuffle_buffer=1, **keys)
-    return [row["comparison"] for row in load_comparisons(paths, arguments=arguments, streaming=streaming)]
+def load(*paths: str, **keys):
+    arguments = DataArguments(**keys)
+    return [row["comparison"] for row in load_comparisons(paths, arguments=arguments)]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("bad_rows", ["error", "skip"])
-def test_renamed_columns_read_like_the_canonical_ones(streaming, bad_rows, tmp_path):
+def test_renamed_columns_read_like_the_canonical_ones(bad_rows, tmp_path):
     path, canonical = write(tmp_path / "theirs.jsonl", ROW, ROW), write(tmp_path / "ours.jsonl", CANONICAL)
-    first, _ = load(path, streaming=streaming, columns=COLUMNS, bad_rows=bad_rows)
-    [same] = load(canonical, streaming=streaming)
+    first, _ = load(path, columns=COLUMNS, bad_rows=bad_rows)
+    [same] = load(canonical)
     assert (first.prompt, first.answers, first.judgements) == (same.prompt, same.answers, same.judgements)
     # A canonical file beside it needs no mapping.
-    assert len(load(path, canonical, streaming=streaming, columns=COLUMNS)) == 3
+    assert len(load(path, canonical, columns=COLUMNS)) == 3
 
 
 @pytest.mark.parametrize(
@@ -76,17 +75,16 @@ def test_a_mapping_that_cannot_be_meant_is_refused(columns, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_an_absent_or_duplicate_column_is_named(streaming, tmp_path):
+def test_an_absent_or_duplicate_column_is_named(tmp_path):
     path = write(tmp_path / "rows.jsonl", ROW)
     with pytest.raises(DataError, match=r"images=pictur.*rows\.jsonl has no column `pictur`: did you mean picture"):
-        load(path, streaming=streaming, columns={**COLUMNS, "images": "pictur"})
+        load(path, columns={**COLUMNS, "images": "pictur"})
     both = write(tmp_path / "both.jsonl", {**ROW, "images": ["b.png"]})
     with pytest.raises(DataError, match=r"both\.jsonl has a column `images` of its own beside `picture`"):
-        load(both, streaming=streaming, columns=COLUMNS)
+        load(both, columns=COLUMNS)
     # Two columns may exchange their names.
     flipped = write(tmp_path / "flipped.jsonl", CANONICAL)
-    [row] = load(flipped, streaming=streaming, columns={"chosen": "rejected", "rejected": "chosen"})
+    [row] = load(flipped, columns={"chosen": "rejected", "rejected": "chosen"})
     assert text_of(row.answers[0]) == "A dog."
 
 
@@ -101,16 +99,15 @@ def test_an_unread_column_shows_its_mapping(tmp_path):
             load(path, columns=columns)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_column_is_ignored_by_its_name(streaming, tmp_path):
+def test_a_column_is_ignored_by_its_name(tmp_path):
     text = {"question": "?", "answer1": "A", "answer2": "B", "winner": "answer1"}
     path = write(tmp_path / "rows.jsonl", {**text, "contest": 858, "contexts": "Some.", "photo": "a.png"})
     with pytest.raises(DataError, match=r"`contexts` .*leave it out with --columns ignore=contexts"):
-        load(path, streaming=streaming, columns={"images": "photo"})
-    [row] = load(path, streaming=streaming, columns={"ignore": ["contexts", "photo"]})
+        load(path, columns={"images": "photo"})
+    [row] = load(path, columns={"ignore": ["contexts", "photo"]})
     assert row.columns["contest"] == 858, "a number is no text of a prompt"
     assert "contexts" not in row.columns and not references(row.prompt)
-    [same] = load(path, streaming=streaming, columns=["ignore=contexts", "ignore=photo"])
+    [same] = load(path, columns=["ignore=contexts", "ignore=photo"])
     assert same == row
 
 
@@ -129,26 +126,24 @@ def test_hub_image_folders_are_read_without_mapping(tmp_path):
         folder = tmp_path / str(number)
         write(folder / "metadata.jsonl", row)
         write(folder / "images" / "train_1.jsonl.txt", row)
-        for streaming in (False, True):
-            [comparison] = load(str(folder / "metadata.jsonl"), streaming=streaming)
-            read = [reference for talk in comparison.conversations() for reference in references(talk.messages)]
-            assert list(dict.fromkeys(read)) == [str(folder / name) for name in images]
+        [comparison] = load(str(folder / "metadata.jsonl"))
+        read = [reference for talk in comparison.conversations() for reference in references(talk.messages)]
+        assert list(dict.fromkeys(read)) == [str(folder / name) for name in images]
     assert len(load(str(tmp_path / "0"))) == 1, "the folder itself"
     datasets.Dataset.from_list([{**text, "file_name": "a.png"}]).to_parquet(tmp_path / "metadata.parquet")
     assert references(load(str(tmp_path / "metadata.parquet"))[0].prompt)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_images_says_whether_rows_have_media(streaming, tmp_path):
+def test_images_says_whether_rows_have_media(tmp_path):
     text = {name: value for name, value in CANONICAL.items() if name != "images"}
     path = write(tmp_path / "rows.jsonl", CANONICAL, {**text, "images": None})
-    seen, blind = load(path, streaming=streaming, images="required")
+    seen, blind = load(path, images="required")
     assert not isinstance(seen, RowError) and isinstance(blind, RowError)
     assert blind.row_id == "rows.jsonl:2" and "(it has prompt, chosen, rejected)" in blind.reason
-    seen, blind = load(path, streaming=streaming, images="none")
+    seen, blind = load(path, images="none")
     assert isinstance(seen, RowError) and not isinstance(blind, RowError)
     assert "a.png" in seen.reason and "(its columns are prompt, images, chosen, rejected)" in seen.reason
-    assert not any(isinstance(row, RowError) for row in load(path, streaming=streaming))
+    assert not any(isinstance(row, RowError) for row in load(path))
 
 
 def test_every_command_that_reads_data_takes_columns(tmp_path, monkeypatch, capsys):

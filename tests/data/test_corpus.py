@@ -204,10 +204,9 @@ def written(folder: Path, row: dict[str, Any]) -> str:
 @pytest.mark.parametrize(("row", "column"), REFUSED)
 def test_a_column_that_would_be_dropped_is_named(row, column, tmp_path):
     path = written(tmp_path, row)
-    for streaming in (False, True):
-        for bad_rows in ("error", "skip"):
-            with pytest.raises(DataError, match=rf"rows\.jsonl: the column `{column}` holds .* is not read:"):
-                load_comparisons([path], arguments=DataArguments(bad_rows=bad_rows), streaming=streaming)
+    for bad_rows in ("error", "skip"):
+        with pytest.raises(DataError, match=rf"rows\.jsonl: the column `{column}` holds .* is not read:"):
+            load_comparisons([path], arguments=DataArguments(bad_rows=bad_rows))
     with pytest.raises(DataError, match=rf"rows\.jsonl: the column `{column}` holds"):
         OfflineJob("model", [path], tmp_path / "out").open_rows()
 
@@ -216,14 +215,13 @@ def test_a_column_that_would_be_dropped_is_named(row, column, tmp_path):
 def test_metadata_stays_with_the_row(name, tmp_path):
     row, images = READ[name]
     path = written(tmp_path, row)
-    for streaming in (False, True):
-        first, second = load_comparisons([path], arguments=DataArguments(shuffle_buffer=1), streaming=streaming)
-        comparison = first["comparison"]
-        assert not isinstance(comparison, RowError), comparison
-        read = [reference for talk in comparison.conversations() for reference in references(talk.messages)]
-        assert len(set(read)) == images
-        assert row.get("prompt", row.get("caption")) in (text_of(comparison.prompt), TURNS, "<image>\nWhat is this?")
-        assert not isinstance(second["comparison"], RowError)
+    first, second = load_comparisons([path], arguments=DataArguments())
+    comparison = first["comparison"]
+    assert not isinstance(comparison, RowError), comparison
+    read = [reference for talk in comparison.conversations() for reference in references(talk.messages)]
+    assert len(set(read)) == images
+    assert row.get("prompt", row.get("caption")) in (text_of(comparison.prompt), TURNS, "<image>\nWhat is this?")
+    assert not isinstance(second["comparison"], RowError)
     assert len(OfflineJob("model", [path], tmp_path / "out").open_rows()) == 2
 
 
@@ -233,9 +231,8 @@ def test_embedded_images_under_another_name_are_named(tmp_path):
     )
     row = {**ASKED, "photograph": {"bytes": png(), "path": None}}
     datasets.Dataset.from_list([row], features=features).to_parquet(tmp_path / "rows.parquet")
-    for streaming in (False, True):
-        with pytest.raises(DataError, match=r"rows\.parquet: the column `photograph` holds an image"):
-            load_comparisons([str(tmp_path / "rows.parquet")], arguments=DataArguments(), streaming=streaming)
+    with pytest.raises(DataError, match=r"rows\.parquet: the column `photograph` holds an image"):
+        load_comparisons([str(tmp_path / "rows.parquet")], arguments=DataArguments())
     with pytest.raises(UnreadColumnError, match="`photograph` holds an image"):
         read_row({**ASKED, "photograph": Image.new("RGB", (30, 30))}, "r", lambda reference: reference)
 

@@ -69,16 +69,15 @@ KINDS = {
 }
 
 
-def load(path: Path | str, streaming: bool = False, **keys) -> list:
-    dataset = load_comparisons([str(path)], arguments=DataArguments(shuffle_buffer=1, **keys), streaming=streaming)
+def load(path: Path | str, **keys) -> list:
+    dataset = load_comparisons([str(path)], arguments=DataArguments(**keys))
     return [row["comparison"] for row in dataset]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_has_the_same_rows(name, streaming, tmp_path, caplog):
+def test_every_kind_has_the_same_rows(name, tmp_path, caplog):
     (tmp_path / name).write_bytes(KINDS[name])
-    rows = load(tmp_path / name, streaming)
+    rows = load(tmp_path / name)
     assert [text_of(row.prompt) for row in rows] == [row["prompt"] for row in ROWS]
     assert [row.judgement.margin for row in rows] == [0, 0.5, 1]
     assert [row.id for row in rows] == [f"{name}:{i}" for i in (1, 2, 3)]
@@ -104,15 +103,13 @@ def test_an_excel_file_is_read_or_needs_openpyxl(tmp_path, monkeypatch, caplog):
         rows = [*ROWS, {"prompt": 4, "chosen": 2, "rejected": "3"}]
         pd.DataFrame(rows).to_excel(file, sheet_name="pairs", index=False)
         pd.DataFrame().to_excel(file, sheet_name="notes")
-    for streaming in (False, True):
-        *_, last = load(tmp_path / "rows.xlsx", streaming)
-        assert text_of(last.prompt) == "4" and text_of(last.answers[0]) == "2", "numbers among texts are texts"
+    *_, last = load(tmp_path / "rows.xlsx")
+    assert text_of(last.prompt) == "4" and text_of(last.answers[0]) == "2", "numbers among texts are texts"
     assert "only its first sheet, pairs, is read" in caplog.text
     monkeypatch.setitem(sys.modules, "openpyxl", None)
     (tmp_path / "other.xlsx").write_bytes(b"PK")
-    for streaming in (False, True):
-        with pytest.raises(ConfigError, match=r"other\.xlsx is an Excel file and needs openpyxl: pip install"):
-            load(tmp_path / "other.xlsx", streaming)
+    with pytest.raises(ConfigError, match=r"other\.xlsx is an Excel file and needs openpyxl: pip install"):
+        load(tmp_path / "other.xlsx")
 
 
 def test_the_kinds_are_listed_for_an_unknown_one(tmp_path):
@@ -137,11 +134,10 @@ def test_a_url_is_refused_by_name():
             load(url)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_base64_without_a_header_is_an_image(streaming, tmp_path):
+def test_base64_without_a_header_is_an_image(tmp_path):
     row = {**ROWS[0], "images": [base64.encodebytes(png()).decode()], "image": "a.png"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    [comparison] = load(tmp_path / "rows.jsonl", streaming)
+    [comparison] = load(tmp_path / "rows.jsonl")
     embedded, path = references(comparison.prompt)
     assert open_image(embedded).size == (30, 30) and path == str(tmp_path / "a.png")
     rules = PathRules("/data")

@@ -1,4 +1,4 @@
-"""Sources of every kind become one data set of comparisons: mixed, sampled, split, streamed."""
+"""Sources of every kind become one data set of comparisons: mixed, sampled, split."""
 
 import csv
 import json
@@ -82,21 +82,19 @@ def test_embedded_pictures_stay_encoded_until_opened(tmp_path):
     table.to_parquet(tmp_path / "rows.parquet")
     table.save_to_disk(tmp_path / "saved")
     for path in ("rows.parquet", "saved"):
-        for streaming in (False, True):
-            (row,) = load(str(tmp_path / path), streaming=streaming)
-            (reference,) = references(row["comparison"].prompt)
-            assert reference == png()
-            assert open_image(reference).getpixel((0, 0)) == (255, 0, 0)
+        (row,) = load(str(tmp_path / path))
+        (reference,) = references(row["comparison"].prompt)
+        assert reference == png()
+        assert open_image(reference).getpixel((0, 0)) == (255, 0, 0)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_messages_of_mixed_shapes_in_one_file(streaming, tmp_path):
+def test_messages_of_mixed_shapes_in_one_file(tmp_path):
     rows = [
         {"prompt": "q0", "chosen": "good", "rejected": "bad"},
         {"prompt": [{"role": "user", "content": "q1"}], "chosen": "good", "rejected": "bad"},
         {"prompt": [{"role": "user", "content": [{"type": "text", "text": "q2"}]}], "chosen": "x", "rejected": "y"},
     ]
-    dataset = load(write(tmp_path / "rows.jsonl", rows), streaming=streaming)
+    dataset = load(write(tmp_path / "rows.jsonl", rows))
     assert sorted(prompts(dataset)) == ["q0", "q1", "q2"]
 
 
@@ -125,19 +123,17 @@ def test_a_missing_path_or_split_suggests_another(tmp_path):
             load_sources([str(tmp_path / name)])
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_broken_json_line_is_named(streaming, tmp_path):
+def test_a_broken_json_line_is_named(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(pairs(1)[0]) + "\n" + json.dumps(pairs(1)[0])[:-5] + "\n")
     with pytest.raises(DataError, match=r"rows\.jsonl: line 2 is not valid json"):
-        list(load(str(path), streaming=streaming))
+        list(load(str(path)))
     (tmp_path / "rows.json").write_text('[\n{"prompt": "q"},\n{"prompt" "q"}]')
     with pytest.raises(DataError, match=r"rows\.json: line 3 is not valid json"):
-        list(load(str(tmp_path / "rows.json"), streaming=streaming))
+        list(load(str(tmp_path / "rows.json")))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_broken_json_line_is_a_skippable_row(streaming, tmp_path):
+def test_a_broken_json_line_is_a_skippable_row(tmp_path):
     lines = [json.dumps(row) for row in pairs(3)]
     lines.insert(1, "")  # no row
     lines.insert(2, lines[0][:-5])
@@ -145,7 +141,7 @@ def test_a_broken_json_line_is_a_skippable_row(streaming, tmp_path):
     lines.append(json.dumps({"prompt": [{"role": "user", "content": "q3"}], "chosen": "good", "rejected": "bad"}))
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(lines))
-    rows = load(str(path), streaming=streaming, arguments=DataArguments(bad_rows="skip", shuffle_buffer=1))
+    rows = load(str(path), arguments=DataArguments(bad_rows="skip"))
     comparisons = [row["comparison"] for row in rows]
     bad = [row for row in comparisons if isinstance(row, RowError)]
     assert [text_of(row.prompt) for row in comparisons if row not in bad] == ["q0", "q1", "q2", "q3"]
@@ -153,10 +149,9 @@ def test_a_broken_json_line_is_a_skippable_row(streaming, tmp_path):
     assert bad[0].reason.startswith("line 3 is not valid json (") and "expected an object" in bad[1].reason
     path.write_text("no json\n" * 3)
     with pytest.raises(DataError, match=r"rows\.jsonl: line 1 is not valid json"):
-        load(str(path), streaming=streaming, arguments=DataArguments(bad_rows="skip"))
+        load(str(path), arguments=DataArguments(bad_rows="skip"))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -164,21 +159,20 @@ def test_a_broken_json_line_is_a_skippable_row(streaming, tmp_path):
         *(("rows.jsonl", " \n\n\t\n"), ("rows.csv", "\n"), ("rows.json", "\ufeff")),
     ],
 )
-def test_a_file_without_rows_is_called_so(name, text, streaming, tmp_path):
+def test_a_file_without_rows_is_called_so(name, text, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(DataError, match=rf"{name} is empty: it has no rows|there are no rows in {name}"):
-        load(str(tmp_path / name), streaming=streaming)
+        load(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
-def test_text_outside_utf_8_is_named_with_place(name, streaming, tmp_path):
+def test_text_outside_utf_8_is_named_with_place(name, tmp_path):
     path = Path(write(tmp_path / name, [*pairs(1), {"prompt": "café", "chosen": "good", "rejected": "bad"}]))
     path.write_bytes(path.read_bytes().replace("é".encode(), b"\xe9").replace(b"\\u00e9", b"\xe9"))
     offset = path.read_bytes().index(b"\xe9")
     line = path.read_bytes()[:offset].count(b"\n") + 1
     with pytest.raises(DataError, match=rf"{name}.*line {line}, byte {offset} of the file is 0xe9"):
-        for row in load(str(path), streaming=streaming):
+        for row in load(str(path)):
             if isinstance(row["comparison"], RowError):
                 raise row["comparison"]
 
@@ -282,36 +276,6 @@ def test_train_and_eval_as_configured(tmp_path):
         load_train_and_eval(DataArguments())
     with pytest.raises(ConfigError, match="remove one"):
         load_train_and_eval(DataArguments(dataset_path=path, eval_dataset_path=path, eval_fraction=0.1))
-
-
-def test_a_stream_gives_every_row_once_shuffled_repeatably(tmp_path):
-    paths = [write(tmp_path / f"{name}.jsonl", pairs(n, name)) for name, n in (("a", 30), ("b", 50))]
-    arguments = DataArguments(shuffle_buffer=20)
-    stream = load(*paths, streaming=True, arguments=arguments)
-    order = prompts(stream)
-    assert sorted(order) == sorted([f"a{i}" for i in range(30)] + [f"b{i}" for i in range(50)])
-    assert order == prompts(load(*paths, streaming=True, arguments=arguments)) != sorted(order)
-    assert prompts(stream.skip(33)) == order[33:]  # as a resumed run does
-    stream.set_epoch(1)
-    assert prompts(stream) != order and sorted(prompts(stream)) == sorted(order)
-    assert prompts(load(*paths, streaming=True, arguments=arguments, limit=9)) == order[:9]
-
-
-def test_weights_of_a_stream_are_probabilities(tmp_path):
-    paths = [write(tmp_path / f"{name}.jsonl", pairs(400, name)) for name in "ab"]
-    stream = load(*paths, streaming=True, weights=[3, 1])
-    share = sum(question.startswith("a") for question in prompts(stream.take(400))) / 400
-    assert share == pytest.approx(0.75, abs=0.08)  # 3.7 standard deviations
-    with pytest.raises(ConfigError, match="above 0"):
-        load(*paths, streaming=True, weights=[1, 0])
-
-
-def test_a_stream_reaches_loader_workers(tmp_path):
-    for name in "ab":
-        write(tmp_path / "files" / f"{name}.jsonl", pairs(10, name))
-    stream = load(str(tmp_path / "files"), streaming=True)
-    rows = chain(*DataLoader(stream, batch_size=4, num_workers=2, collate_fn=collate))
-    assert sorted(rows) == sorted(f"{name}{i}" for name in "ab" for i in range(10))
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the real data (VLMRM_TEST_DATA) is not here")

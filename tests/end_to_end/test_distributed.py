@@ -44,14 +44,12 @@ def on_one_and_two(tmp_path, tiny_checkpoint, train_here):
     return run
 
 
-@pytest.mark.parametrize("kind", ["pairs", "lists with irrelevant queries", "streamed"])
+@pytest.mark.parametrize("kind", ["pairs", "lists with irrelevant queries"])
 def test_two_processes_equal_two_accumulated_batches(tmp_path, on_one_and_two, kind):
     keys = {"save_steps": 5}
     if kind == "pairs":
         # The third step of each epoch has one row, and so nothing for the second process.
         data = colour_pairs(tmp_path / "data", 9, weight=[1.0, 0.5, 3.0] * 3)
-    elif kind == "streamed":
-        data, keys = colour_pairs(tmp_path / "data", 11), {**keys, "streaming": True}
     else:
         data, keys = colour_lists(tmp_path / "data", 11), {**keys, "use_irrelevant_queries": True}
     one, two, _ = on_one_and_two(data, **keys)

@@ -30,7 +30,6 @@ LONG = {"max_steps": 14, "save_steps": 4, "use_irrelevant_queries": True}
 KINDS = {
     "full": (6, {}),
     "lora": (10, {"use_peft": True, "lora_r": 4, "lora_dropout": 0.1}),  # dropout: the random state is restored too
-    "streamed": (12, {"streaming": True, "shuffle_buffer": 8}),
 }
 
 

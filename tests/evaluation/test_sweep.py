@@ -121,7 +121,7 @@ def test_equal_scores_are_counted_apart_and_half(run_folder, data):
     ("keys", "reason"),
     [
         ({"eval_dataset_path": "nope.jsonl"}, "eval_dataset_path is a key of training"),
-        ({"streaming": True}, "streaming is a key of training"),
+        ({"critique_weight": 0.5}, "critique_weight is a key of training"),
         ({"eval_fraction": 0.5, "dataset_weights": [2]}, "dataset_weights are of the rows that are trained on"),
         ({"eval_fraction": 0.5, "train_data": "data/pairs.jsonl"}, r"train_data names data/pairs\.jsonl"),
         ({"benchmark": "hpdv2", "eval_fraction": 0.5}, "eval_fraction does not go with benchmark"),

@@ -87,11 +87,6 @@ def test_texts_have_no_image_reliance(train_here, tmp_path):
     assert evaluated(tmp_path / "out/checkpoint-5").keys() & NAMES.keys() == OF_PROMPTS.keys()
 
 
-def test_a_stream_is_probed_by_its_evaluation_set(train_here, tmp_path, data):
-    train_here(data, streaming=True, eval_dataset_path=colour_lists(tmp_path / "eval", 4), **EVALUATED)
-    assert evaluated(tmp_path / "out/checkpoint-5").keys() >= NAMES.keys()
-
-
 def test_rows_that_cannot_be_used_leave_the_probe(train_here, tmp_path, data):
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     rows[1]["images"] = ["absent.png"]

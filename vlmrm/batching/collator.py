@@ -392,7 +392,6 @@ class ComparisonCollator:
         """
         epoch = int(self.epoch)
         comparisons = [unit.comparison for unit in units]
-        irrelevant.remember(comparisons)
         unit_of = {id(unit.comparison): unit for unit in units}
         for unit in units:
             if len(unit.comparison.answers) < 2:

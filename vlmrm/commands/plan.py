@@ -106,7 +106,7 @@ def _lines(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
 
 
 def _rows(part: Survey, prompts: int) -> str:
-    rows = "a stream" if part.rows is None else f"{part.rows:,}"
+    rows = f"{part.rows:,}"
     rows += f" rows of {counted(prompts, 'prompt')}" if prompts else ""
     sample = "" if part.rows == part.sampled else f" (a sample of {part.sampled:,} read)"
     reasons = "".join(f", {count:,} {reason}" for reason, count in part.reasons.most_common())

@@ -37,8 +37,7 @@ class DataArguments:
     )
     dataset_weights: list[float] | None = key(
         None,
-        "One number a source: 2 repeats a source twice an epoch, 0.5 takes half of it. With `streaming`, the sampling "
-        "probabilities. Default: everything once.",
+        "One number a source: 2 repeats a source twice an epoch, 0.5 takes half of it. Default: everything once.",
     )
     dataset_split: str = key("train", "Split of hub data sets and save_to_disk folders.")
     eval_dataset_path: list[str] = key([], "Held-out preferences, in any of the same formats.")
@@ -51,8 +50,6 @@ class DataArguments:
     split_seed: int = key(0, "Seed of the held-out split and of sampling rows.")
     max_train_samples: int | None = key(None, "Use at most so many training rows.")
     max_eval_samples: int | None = key(None, "Use at most so many evaluation rows.")
-    streaming: bool = key(False, "Read training data as a stream; needs `max_steps`.")
-    shuffle_buffer: int = key(1000, "Rows in the shuffle buffer of a stream.")
     image_root: str | None = key(
         None, "Folder of relative image paths. Default: the folder of the file that names them."
     )
@@ -172,7 +169,7 @@ class DataArguments:
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             raise ConfigError(f"min_pixels ({self.min_pixels}) is above max_pixels ({self.max_pixels}).")
         limits = ("max_train_samples", "max_eval_samples", "max_seq_length", "min_pixels", "video_max_frames")
-        check_least(self, 1, *limits, "shuffle_buffer")
+        check_least(self, 1, *limits)
         if self.max_pixels is not None and self.max_pixels < LEAST_PIXELS:
             raise ConfigError(
                 f"max_pixels is {self.max_pixels}: it is an area, and one image token shows {LEAST_PIXELS} pixels."
@@ -182,7 +179,3 @@ class DataArguments:
         for rewrite in self.path_rewrites:
             if "=" not in rewrite:
                 raise ConfigError(f"path_rewrites holds {rewrite!r}: write OLD=NEW.")
-        if self.streaming and self.eval_fraction:
-            raise ConfigError(
-                "eval_fraction needs the whole data set: with streaming, give eval_dataset_path instead."
-            )

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import glob
 import logging
-import pickle
 import random
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import chain
@@ -24,7 +22,6 @@ import numpy as np
 from vlmrm.conversation import Comparison, Messages, media_of, text_of
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.columns import MALFORMED, SPECIAL
-from vlmrm.data.kinds import unreadable
 from vlmrm.data.media import PathRules, media_key
 from vlmrm.data.rows import ReadRow, read_or_error, read_row
 from vlmrm.data.tables import InMemory, Source, first_rows, load_sources, read_cells
@@ -35,7 +32,7 @@ from vlmrm.formats.layout import Layout
 from vlmrm.logs import progress
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset
 
 logger = logging.getLogger("vlmrm")
 
@@ -71,14 +68,12 @@ def load_comparisons(
     split: str = "train",
     weights: Sequence[float] | None = None,
     limit: int | None = None,
-    streaming: bool = False,
-) -> Dataset | IterableDataset:
+) -> Dataset:
     """Open `paths` as one data set of rows `{"index": int, "comparison": Comparison | RowError}`.
 
     `index` numbers the rows of all sources before sampling, so a repeated row keeps its number. A weight of 2 repeats
     the rows of a path, 0.5 takes a random half of them; `limit` takes a random subset; both are seeded by
-    `split_seed` and keep the sources' order. In a stream, weights are sampling probabilities, and `limit` takes the
-    first rows after shuffling.
+    `split_seed` and keep the sources' order.
 
         rows = load_comparisons(["pairs.jsonl"], arguments=DataArguments(image_root="images"))
         rows[0]["comparison"].pairs()
@@ -86,11 +81,7 @@ def load_comparisons(
     layouts = LAYOUTS_TO_SCORE if arguments.named_outputs.named else LAYOUTS
     keys = {"images": arguments.images, "critiques": bool(arguments.critique_weight)}
     read = partial(read_row, outputs=arguments.named_outputs, **keys)
-    groups = open_groups(paths, split, arguments, streaming, read, layouts)
-    if streaming:
-        return stream_comparisons(
-            groups, weights=weights, limit=limit, seed=arguments.split_seed, buffer=arguments.shuffle_buffer, read=read
-        )
+    groups = open_groups(paths, split, arguments, read, layouts)
     return sample(index_rows(groups, read), weights, limit, arguments.split_seed)
 
 
@@ -98,7 +89,6 @@ def open_groups(
     paths: Sequence[str],
     split: str,
     arguments: DataArguments,
-    streaming: bool,
     read: ReadRow = read_row,
     layouts: Sequence[Layout] = LAYOUTS,
 ) -> list[SourceGroup]:
@@ -107,7 +97,7 @@ def open_groups(
     The tables of a path must not all be empty, and their first rows have no media or prompt that is not read. Other
     columns that are not read are logged.
     """
-    opened = load_sources(paths, split, streaming, arguments.bad_rows, arguments.column_names, layouts)
+    opened = load_sources(paths, split, arguments.bad_rows, arguments.column_names, layouts)
     groups = [with_path_rules(sources, arguments) for sources in opened]
     named = arguments.named_outputs.named | arguments.critiques
     for group in groups:
@@ -117,7 +107,7 @@ def open_groups(
             if columns in checked:  # one of a thousand files of the same columns is enough
                 continue
             if rows := first_rows(source):
-                checked.add(columns or frozenset([source.name]))  # a stream may not know its columns
+                checked.add(columns)
             unread: set[str] = set()
             for number, cells in enumerate(rows, 1):
                 comparison = read_or_error(cells, f"{source.name}:{number}", rule, read)
@@ -248,7 +238,7 @@ def split_key(comparison: Comparison, folder: str) -> list[str]:
     return [*texts, *(keys if comparison.prompt else sorted(keys))]
 
 
-def load_train_and_eval(arguments: DataArguments) -> tuple[Dataset | IterableDataset, Dataset | None]:
+def load_train_and_eval(arguments: DataArguments) -> tuple[Dataset, Dataset | None]:
     """Return the training and evaluation data of a configuration; None for evaluation data that it does not name."""
     if not arguments.dataset_path:
         raise ConfigError("dataset_path is missing: name the preference data to train on")
@@ -261,7 +251,7 @@ def load_train_and_eval(arguments: DataArguments) -> tuple[Dataset | IterableDat
         # Split before weighting: a row that is trained on twice must not be evaluated twice.
         train, held_out = split_held_out(whole(), arguments.eval_fraction, seed)
         return sample(train, weights, limit, seed), sample(held_out, None, arguments.max_eval_samples, seed)
-    rows = whole(weights=weights, limit=limit, streaming=arguments.streaming)
+    rows = whole(weights=weights, limit=limit)
     paths, split = arguments.eval_dataset_path, arguments.eval_dataset_split
     return rows, load(paths, split=split, limit=arguments.max_eval_samples) if paths else None
 
@@ -302,30 +292,18 @@ def _files(path: str) -> list[Path]:
 # Donor prompts come from the same batch if possible, whose prefixes are computed anyway, else from the data set.
 
 DRAWS = 20  # attempts for each donor from the data set, which may have a single prompt
-RECENT = 256  # comparisons of a stream to draw from
 
 
 @dataclass
 class IrrelevantQueries:
-    """Chooses donor prompts reproducibly, by the seed, the epoch and the row's id, in any process.
-
-    Without a `dataset`, whose rows hold a `comparison`, as for a stream, they are the last ones of this process.
-    """
+    """Chooses donor prompts from a data set, by the seed, the epoch and the row's id, alike in any process."""
 
     count: int
     seed: int
-    dataset: Any = None
-    recent: deque[Comparison] = field(default_factory=lambda: deque(maxlen=RECENT))
-
-    def remember(self, batch: Sequence[Comparison]) -> None:
-        """Keep comparisons that were collated as possible donors."""
-        if self.dataset is None:
-            self.recent.extend(batch)
+    dataset: Any  # of rows that hold a `comparison`
 
     def draw(self, rng: random.Random) -> Comparison | None:
-        """Return a comparison of the data set or a recent one; None where the drawn row cannot be read."""
-        if self.dataset is None:
-            return self.recent[rng.randrange(len(self.recent))] if self.recent else None
+        """Return a comparison of the data set; None where the drawn row cannot be read."""
         comparison = self.dataset[rng.randrange(len(self.dataset))]["comparison"]
         return comparison if isinstance(comparison, Comparison) else None
 
@@ -371,62 +349,3 @@ def best_and_worst(comparison: Comparison) -> tuple[int, int]:
     ratings = comparison.ratings
     order = range(len(ratings))
     return max(order, key=ratings.__getitem__), min(reversed(order), key=ratings.__getitem__)
-
-
-def stream_comparisons(
-    groups: Sequence[SourceGroup],
-    *,
-    weights: Sequence[float] | None,
-    limit: int | None,
-    seed: int,
-    buffer: int,
-    read: ReadRow = read_row,
-) -> IterableDataset:
-    """Mix groups of sources, shuffle within a buffer, and read the rows; a seed determines all of it.
-
-    `datasets` mixes streams of one schema only, so a comparison or a row's error travels as a pickle of this process.
-
-    Without weights an epoch has every row once. With weights, each row is drawn from group i with a probability
-    proportional to `weights[i]`; exhausted groups restart until the last one is exhausted, which ends the epoch.
-    """
-    from datasets import Features, IterableDataset, Value, interleave_datasets
-
-    def stream(group: SourceGroup) -> IterableDataset:
-        # DataLoader workers divide this list among themselves.
-        shards = [(source, rule, read, table) for source, rule in group for table in _shards(source.table)]
-        features = Features({"pickled": Value("large_binary")})
-        return IterableDataset.from_generator(_pickled, features=features, gen_kwargs={"shards": shards})
-
-    streams = [stream(group) for group in groups]
-    if weights is None:
-        mixed = interleave_datasets(streams, stopping_strategy="all_exhausted_without_replacement")
-    else:
-        if min(weights) <= 0 or sum(weights) == float("inf"):
-            raise ConfigError(f"dataset_weights are {list(weights)}: with streaming each must be above 0")
-        shares = [weight / sum(weights) for weight in weights]
-        mixed = interleave_datasets(streams, probabilities=shares, seed=seed, stopping_strategy="all_exhausted")
-    shuffled = mixed.shuffle(seed=seed, buffer_size=buffer) if buffer > 1 else mixed
-    if limit is not None:
-        shuffled = shuffled.take(limit)
-    return shuffled.map(_unpickled, with_indices=True, remove_columns=["pickled"])
-
-
-def _shards(table: Any) -> list[Any]:
-    count = table.num_shards
-    return [table] if count == 1 else [table.shard(count, index) for index in range(count)]
-
-
-def _pickled(shards: list[tuple[Source, PathRules, ReadRow, Any]]) -> Iterator[dict[str, bytes]]:
-    for source, rule, read, table in shards:
-        count = 0
-        try:
-            # Not `for row in table`, which inside a DataLoader worker would divide the rows a second time.
-            for count, batch in enumerate(table.iter(batch_size=1), 1):
-                [cells] = source.rows(batch)
-                yield {"pickled": pickle.dumps(read_or_error(cells, f"{source.name}:{count}", rule, read))}
-        except (ValueError, OSError) as error:  # what parsers raise; pyarrow's are ValueErrors too
-            raise unreadable(source.path, error) from error
-
-
-def _unpickled(row: dict[str, bytes], index: int) -> dict[str, Any]:
-    return {"index": index, "comparison": pickle.loads(row["pickled"])}

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -24,7 +24,7 @@ from vlmrm.files import atomic_write, make_folder
 from vlmrm.libraries import missing
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset
 
 logger = logging.getLogger("vlmrm")
 
@@ -50,12 +50,12 @@ def kind_of(path: str) -> str | None:
     return KINDS.get(suffix.lower())
 
 
-def open_file(path: str, streaming: bool, bad_rows: str) -> Dataset | IterableDataset:
+def open_file(path: str, bad_rows: str) -> Dataset:
     """Return the table of a data file.
 
     With `bad_rows` "skip", invalid lines of a jsonl file become rows with the reason in the column `MALFORMED`.
     """
-    from datasets import Dataset, IterableDataset, load_dataset
+    from datasets import Dataset, load_dataset
     from datasets.exceptions import DatasetGenerationError
 
     kind = kind_of(path)
@@ -66,14 +66,11 @@ def open_file(path: str, streaming: bool, bad_rows: str) -> Dataset | IterableDa
         if not file.read(BLOCK).removeprefix(BOM_UTF8).strip():
             raise DataError(f"{path} is empty: it has no rows")
     if kind == "xlsx":
-        sheet = Dataset.from_pandas(_read_xlsx(path), preserve_index=False)
-        return sheet.to_iterable_dataset() if streaming else sheet
+        return Dataset.from_pandas(_read_xlsx(path), preserve_index=False)
     by_line = bad_rows == "skip" and Path(plain).suffix.lower() in LINES
-    if by_line and streaming:
-        return IterableDataset.from_generator(_read_lines, gen_kwargs={"files": [plain]})
     options: Any = {"sep": _separator(plain, path)} if kind == "csv" else {}
     try:
-        opened: Any = load_dataset(kind, data_files=glob.escape(plain), split="train", streaming=streaming, **options)
+        opened: Any = load_dataset(kind, data_files=glob.escape(plain), split="train", **options)
         return opened
     except (DatasetGenerationError, ValueError, OSError) as error:
         if "corresponds to no data" in str(error):
@@ -180,15 +177,8 @@ def _load_lines(path: str, plain: str, error: Exception) -> Dataset:
         raise unreadable(path, again) from again
 
 
-def _read_lines(files: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of jsonl files; `{MALFORMED: reason}` for an invalid line."""
-    for path in files:
-        for _, row in _lines_of(path):
-            yield row
-
-
 def _lines_of(path: str) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield the lines of a jsonl file that are not blank, each with its row as in `_read_lines`."""
+    """Yield the lines of a jsonl file that are not blank, each with its row or `{MALFORMED: reason}`."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from vlmrm.data.columns import MALFORMED, Columns, check_columns_exist, choose_names, renamed
 from vlmrm.data.kinds import KIND_NAMES, KINDS, first_non_utf8, kind_of, open_file, unreadable
@@ -23,7 +23,7 @@ from vlmrm.libraries import hub_answers
 from vlmrm.settings import nearest_file
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset
 
 FIRST_ROWS = 20  # checked when a table is opened
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -37,7 +37,7 @@ class Source:
     """
 
     name: str
-    table: Dataset | IterableDataset
+    table: Dataset
     folder: str
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -49,7 +49,7 @@ class Source:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns; none for a stream that does not know them."""
+        """The names of the columns."""
         columns = [name for name in self.table.column_names or () if name != MALFORMED]
         return list(renamed(dict.fromkeys(columns), self.names))
 
@@ -63,18 +63,20 @@ class Source:
 class InMemory(str):
     """A data set in memory, where a path may stand; as text it is its name in messages, row ids and settings."""
 
-    table: Dataset | IterableDataset
+    table: Dataset
 
     @classmethod
     def of(cls, table: Any, name: str) -> InMemory:
         """Return `table` under a name."""
-        from datasets import Dataset, IterableDataset
+        from datasets import Dataset
 
         if isinstance(table, dict):
             raise DataError(f"{name} has the splits {', '.join(map(str, table))}: pass one of them")
-        if not isinstance(table, (Dataset, IterableDataset)):
-            raise DataError(f"{name} is a {type(table).__name__}: pass a Dataset or IterableDataset of `datasets`")
-        if isinstance(table, Dataset) and table.format["type"] == "custom":
+        if not isinstance(table, Dataset):
+            raise DataError(
+                f"{name} is a {type(table).__name__}: pass a Dataset of `datasets`, loaded whole"
+            )
+        if table.format["type"] == "custom":
             raise DataError(f"{name} has a transform, which is not read: apply it with map, or remove it")
         result = cls(name)
         result.table = _undecoded(table.with_format(None))
@@ -98,7 +100,6 @@ def name_tables(keys: Mapping[str, Any]) -> dict[str, Any]:
 def load_sources(
     paths: Sequence[str],
     split: str = "train",
-    streaming: bool = False,
     bad_rows: str = "error",
     columns: Columns | None = None,
     layouts: Sequence[Layout] = LAYOUTS,
@@ -110,7 +111,7 @@ def load_sources(
     jsonl file become rows with the reason in the column `MALFORMED`. `columns` maps our names to those of the tables,
     and applies to each table that has them.
     """
-    groups = [open_tables(path, split, streaming, bad_rows=bad_rows) for path in paths]
+    groups = [open_tables(path, split, bad_rows=bad_rows) for path in paths]
     present = {source.path: columns_of(source) for group in groups for source in group}
     check_columns_exist(present, columns or {})
     opened: list[list[Source]] = []
@@ -126,38 +127,33 @@ def load_sources(
     return opened
 
 
-def open_tables(
-    path: str, split: str, streaming: bool = False, config: str | None = None, bad_rows: str = "error"
-) -> list[Source]:
+def open_tables(path: str, split: str, config: str | None = None, bad_rows: str = "error") -> list[Source]:
     """Do `load_sources` for one path, without anything about its columns; `config` is of a hub data set."""
-    from datasets import Dataset
 
     if isinstance(path, InMemory):
-        table = path.table
-        rows = table.to_iterable_dataset() if streaming and isinstance(table, Dataset) else table
-        return [Source(path, rows, os.getcwd())]
+        return [Source(path, path.table, os.getcwd())]
     if "://" in path:
         raise DataError(f"{path} is a URL, and data are not fetched by URL: download the file and give its path")
     if os.path.isfile(path):
-        return [_open_file(path, streaming, bad_rows)]
+        return [_open_file(path, bad_rows)]
     if os.path.isdir(path):
-        return _open_folder(path, split, streaming, bad_rows)
+        return _open_folder(path, split, bad_rows)
     if glob.has_magic(path):
         files = sorted(name for name in glob.glob(path, recursive=True) if kind_of(name))
         if not files:
             raise DataError(f"no {KIND_NAMES} file matches {path}: check the pattern")
-        return [_open_file(name, streaming, bad_rows) for name in files]
+        return [_open_file(name, bad_rows) for name in files]
     if HUB_ID.fullmatch(path) and kind_of(path) is None and not path.startswith("."):
-        return [_open_hub(path, split, streaming, config)]
+        return [_open_hub(path, split, config)]
     raise DataError(f"{path} does not exist{nearest_file(Path(path))}")
 
 
-def _open_file(path: str, streaming: bool, bad_rows: str) -> Source:
-    table = _undecoded(open_file(path, streaming, bad_rows))
+def _open_file(path: str, bad_rows: str) -> Source:
+    table = _undecoded(open_file(path, bad_rows))
     return Source(os.path.basename(path), table, os.path.dirname(os.path.abspath(path)))
 
 
-def _open_folder(path: str, split: str, streaming: bool, bad_rows: str) -> list[Source]:
+def _open_folder(path: str, split: str, bad_rows: str) -> list[Source]:
     from datasets import load_from_disk
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
@@ -170,7 +166,7 @@ def _open_folder(path: str, split: str, streaming: bool, bad_rows: str) -> list[
             saved = _choose(saved, split, path)
         table = _undecoded(saved)
         name = os.path.basename(os.path.abspath(path))
-        return [Source(name, table.to_iterable_dataset() if streaming else table, os.path.abspath(path))]
+        return [Source(name, table, os.path.abspath(path))]
     try:
         splits = DataFilesDict.from_patterns(get_data_patterns(path), base_path=path, allowed_extensions=list(KINDS))
     except (EmptyDatasetError, FileNotFoundError):
@@ -181,10 +177,10 @@ def _open_folder(path: str, split: str, streaming: bool, bad_rows: str) -> list[
         files = {"train": [str(file) for file in visible_files(Path(path)) if kind_of(str(file))]}
     if not any(files.values()):
         raise DataError(f"the folder {path} holds no {KIND_NAMES} file and was not written by save_to_disk")
-    return [_open_file(file, streaming, bad_rows) for file in _choose(files, split, path)]
+    return [_open_file(file, bad_rows) for file in _choose(files, split, path)]
 
 
-def _open_hub(name: str, split: str, streaming: bool, config: str | None) -> Source:
+def _open_hub(name: str, split: str, config: str | None) -> Source:
     from datasets import load_dataset
     from datasets.exceptions import DatasetNotFoundError
 
@@ -193,7 +189,7 @@ def _open_hub(name: str, split: str, streaming: bool, config: str | None) -> Sou
         # The client of the hub would try for half a minute.
         raise DataError(f"{name} is no file or folder here{here or ', and the hub cannot be reached'}")
     try:
-        table: Any = load_dataset(name, config, split=split, streaming=streaming)
+        table: Any = load_dataset(name, config, split=split)
     except DatasetNotFoundError as error:
         raise DataError(f"{name} is no file or folder here{here}, nor a readable hub data set") from error
     except (ConnectionError, OSError) as error:
@@ -222,45 +218,32 @@ def _undecoded(table: Any) -> Any:
             return type(feature)(plain(feature.feature))
         return feature
 
-    if table.features is None:
-        return table
     features = Features({name: plain(feature) for name, feature in table.features.items()})
     if features == table.features:
         return table
-    if isinstance(table, Dataset):
-        # `Dataset.cast` would write a copy of every image, although the stored columns are the same.
-        info = DatasetInfo(features=features)
-        return Dataset(table.data, info=info, split=table.split, indices_table=table._indices)
-    return table.cast(features)
+    # `Dataset.cast` would write a copy of every image, although the stored columns are the same.
+    info = DatasetInfo(features=features)
+    return Dataset(table.data, info=info, split=table.split, indices_table=table._indices)
 
 
 def columns_of(source: Source) -> set[str]:
-    """Return the names of a table's columns, from the first rows of a stream that does not know them."""
+    """Return the names of a table's columns."""
     if columns := set(source.columns):
         return columns
-    rows = first_rows(source)
-    if not rows:
-        raise DataError(f"{source.path} is empty: it has no rows")
-    columns = {name for row in rows if isinstance(row, dict) for name in row}
-    if columns == {MALFORMED}:
-        raise unreadable(source.path, ValueError("none of its first lines is valid json"))
-    return columns - {MALFORMED}
+    if len(source.table):
+        raise unreadable(source.path, ValueError("none of its lines is valid json"))
+    raise DataError(f"{source.path} is empty: it has no rows")
 
 
 def first_rows(source: Source) -> list[dict[str, Any] | RowError]:
     """Return the cells of the first rows of a table."""
-    if hasattr(source.table, "__len__"):
-        return read_cells(source, range(min(FIRST_ROWS, len(cast("Dataset", source.table)))))
-    try:
-        return [*source.rows(next(source.table.iter(batch_size=FIRST_ROWS), {}))]
-    except (ValueError, OSError) as error:  # what parsers raise; pyarrow's are ValueErrors too
-        raise unreadable(source.path, error) from error
+    return read_cells(source, range(min(FIRST_ROWS, len(source.table))))
 
 
 def read_cells(source: Source, rows: Sequence[int]) -> list[dict[str, Any] | RowError]:
     """Return the cells of rows of a table, or an error for a row with text that is not UTF-8."""
     try:
-        return [*source.rows(cast("Dataset", source.table)[list(rows)])]
+        return [*source.rows(source.table[list(rows)])]
     except UnicodeDecodeError as error:  # pyarrow's json parser accepts such text
         if len(rows) > 1:
             return [cells for row in rows for cells in read_cells(source, [row])]

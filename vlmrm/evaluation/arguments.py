@@ -19,8 +19,6 @@ NOT_EVALUATED = {
     "eval_dataset_path": "name the rows to score as dataset_path",
     "eval_dataset_split": "give the split of dataset_path as dataset_split",
     "max_train_samples": "give max_eval_samples",
-    "streaming": "remove it, a sweep reads its rows once for each checkpoint",
-    "shuffle_buffer": "remove it, nothing is streamed",
     "critique_weight": "remove it, critiques are trained on",
 }
 # Keys that apply to data sets, not to a benchmark.

@@ -102,7 +102,7 @@ def distil(
     if output.exists() and not answers.path.exists():
         raise ConfigError(f"{output} exists, and {answers.path} does not: name a new file.")
     make_folder(output.parent)
-    rows: Any = index_rows(open_groups(data, split, reading, False, read_answers, LAYOUTS_TO_SCORE), read_answers)
+    rows: Any = index_rows(open_groups(data, split, reading, read_answers, LAYOUTS_TO_SCORE), read_answers)
     rows = rows.select(range(min(len(rows), limit or len(rows))))
     failures: Counter[str] = Counter()
     first: dict[str, int] = {}  # the row of each key

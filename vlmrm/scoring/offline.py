@@ -74,7 +74,7 @@ class OfflineJob:
     def open_rows(self) -> Dataset:
         """Open the input; rows are read by number, so that a shard needs none before it."""
         reading = DataArguments(image_root=self.image_root, columns=self.columns, bad_rows="skip")
-        groups = open_groups(self.input, self.split, reading, False, read_answers, LAYOUTS_TO_SCORE)
+        groups = open_groups(self.input, self.split, reading, read_answers, LAYOUTS_TO_SCORE)
         return index_rows(groups, read_answers)
 
     def load_scorer(self) -> LocalScorer:

@@ -68,8 +68,6 @@ def check_required(run: RunArguments) -> Iterator[str]:
         raise ConfigError("model_name_or_path is missing: give a checkpoint, such as Qwen/Qwen2.5-VL-7B-Instruct.")
     if not data.dataset_path:
         raise ConfigError("dataset_path is missing: give a hub id, a folder or a file of preferences.")
-    if data.streaming and args.max_steps < 1:
-        raise ConfigError("max_steps is missing: a stream has no end, so say how many steps to train.")
     if args.eval_strategy != "no" and not (data.eval_dataset_path or data.eval_fraction):
         raise ConfigError(f"eval_strategy is {args.eval_strategy.value}: give eval_dataset_path or eval_fraction.")
     check_best(args, data.named_outputs)
@@ -145,7 +143,6 @@ SWITCHES: dict[str, tuple[str, str, str]] = {
     "fsdp": ("true", "null", "fsdp_config"),
     "gradient_checkpointing": ("true", "false", "activation_checkpointing_kwargs gradient_checkpointing_kwargs"),
     "use_irrelevant_queries": ("true", "false", "num_irrelevant_pairs irrelevant_loss_weight"),
-    "streaming": ("true", "false", "shuffle_buffer"),
     "vision_cache_dir": ("FOLDER", "null", "vision_cache_gb"),
     "eval_strategy": ("steps", "no", "eval_dataset_path eval_steps max_eval_samples probe_samples"),
     "eval_dataset_path": ("FILE", "[]", "eval_dataset_split"),

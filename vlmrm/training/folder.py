@@ -335,7 +335,7 @@ FIXED = (
     # HF restores the optimizer from the checkpoint, whatever the configuration says.
     "optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "deepspeed", "fsdp",
     # It finds its position in the data by counting steps.
-    "seed", "data_seed", "split_seed", "streaming", "shuffle_buffer", "train_sampling_strategy",
+    "seed", "data_seed", "split_seed", "train_sampling_strategy",
     "dataset_weights", "dataset_split", "eval_fraction", "max_train_samples", "columns",
     "rows_per_step", "dataloader_drop_last", "rows_per_batch",
     # The weights and the optimizer's state must fit the model.

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -208,10 +208,9 @@ class Run:
             for part, count in parts.items()
             if count
         ]
-        rows = self.trainer.train_dataset
         logger.info(
             "Training %.4g M parameters (%s) on %s comparisons; log: %s, checkpoints: %s",
-            sum(parts.values()) / 1e6, ", ".join(trained), len(rows) if isinstance(rows, Sized) else "a stream of",
+            sum(parts.values()) / 1e6, ", ".join(trained), len(self.trainer.train_dataset),
             self.log_path, self.args.output_dir,
         )  # fmt: skip
 
@@ -397,8 +396,7 @@ def build_collator(keys: RunArguments, model: RewardModel, processor: Any, train
     data, args = keys.data, keys.training
     irrelevant = None
     if args.use_irrelevant_queries:
-        donors = None if data.streaming else train_dataset
-        irrelevant = IrrelevantQueries(args.num_irrelevant_pairs, args.seed, donors)
+        irrelevant = IrrelevantQueries(args.num_irrelevant_pairs, args.seed, train_dataset)
     return ComparisonCollator(
         Renderer(processor, MediaLimits.of(data), branches=data.named_outputs.branches),
         batcher_for(model, processor, keys.model.batching),

@@ -228,11 +228,9 @@ def _plan_disk(plan: TrainingPlan, run: RunArguments, undivided: Memory, written
         plan.remarks += check_disk(parent, checkpoint, max(saves, 1))
 
 
-def count_steps(run: RunArguments, rows: int | None, ranks: int) -> tuple[int, float | None]:
-    """Return the steps of a run, and its epochs; None for a stream."""
+def count_steps(run: RunArguments, rows: int, ranks: int) -> tuple[int, float]:
+    """Return the steps of a run, and its epochs."""
     args = run.training
-    if rows is None:
-        return args.max_steps, None
     batches = rows / (args.train_batch_size * ranks)
     batches = math.floor(batches) if args.dataloader_drop_last else math.ceil(batches)
     each = max(math.ceil(batches / args.gradient_accumulation_steps), 1)
@@ -322,9 +320,7 @@ def trial_arguments(args: Any, folder: Path) -> Any:
 
 
 def trial_rows(dataset: Any, rows: Survey, run: RunArguments) -> Any:
-    """Return the rows of a trial: the heaviest batch to be expected, then random ones; a stream as it is."""
-    if rows.rows is None:
-        return dataset
+    """Return the rows of a trial: the heaviest batch to be expected, then random ones."""
     args = run.training
     rng = np.random.default_rng(args.seed)
     size = args.train_batch_size

@@ -19,7 +19,7 @@ from vlmrm.training.trainer import ComparisonTrainer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset
     from peft import LoraConfig
     from transformers import TrainerCallback
 
@@ -46,8 +46,8 @@ class RewardTrainer(ComparisonTrainer):
         self,
         model: str | os.PathLike[str],
         args: RewardConfig | None = None,
-        train_dataset: Dataset | IterableDataset | None = None,
-        eval_dataset: Dataset | IterableDataset | None = None,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
         *,
         callbacks: Sequence[TrainerCallback] = (),
         peft_config: LoraConfig | None = None,
@@ -110,7 +110,6 @@ def _completed(
     if args.model_name_or_path not in ("", name):
         raise ConfigError(f"model is {name}, and model_name_or_path of args {args.model_name_or_path}: remove one.")
     args.model_name_or_path = name
-    args.streaming = args.streaming or (train_dataset is not None and not hasattr(train_dataset, "__len__"))
     if peft_config is not None:
         _adopt(args, peft_config)
     return args

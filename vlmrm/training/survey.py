@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ LOOKED = 10_000  # rows whose prompts and margins are read, and that are compare
 class Survey:
     """What the rows of a data set hold: all that were looked at, and a sample that was rendered."""
 
-    rows: int | None  # all of them; None of a stream
+    rows: int  # all of them
     trains: bool  # else it evaluates, and rows are not compared with each other
     sampled: int = 0
     useful: int = 0  # can be used, and have a pair that trains (or that an evaluation counts)
@@ -104,7 +103,7 @@ class Survey:
         wanted |= {CRITIQUE: "has a critique"} if self.critiques else {}
         if idle := [said for name, said in wanted.items() if name not in self.judged]:
             reason = f"no row of {self.looked:,} {idle[0]}: map its column to this name, or remove it"
-            if self.rows is not None and self.rows <= LOOKED:
+            if self.rows <= LOOKED:
                 raise ConfigError(f"{reason}.")
             yield reason
         if irrelevant and not self.unrelated:
@@ -112,7 +111,7 @@ class Survey:
                 f"use_irrelevant_queries does nothing: no two of {self.looked:,} rows have prompts of different "
                 "images or, without images, of different texts; remove it, or mix in other data"
             )
-            if self.rows is not None and self.rows <= LOOKED:
+            if self.rows <= LOOKED:
                 raise ConfigError(f"{reason}.")
             yield f"{reason}, if that is so of the others too"
         if self.margins:
@@ -127,14 +126,9 @@ class Survey:
 def survey(
     dataset: Any, collator: ComparisonCollator, seed: int, limit: int = SAMPLE, *, trains: bool = True
 ) -> Survey:
-    """Look at `LOOKED` rows, and render a random sample of `limit`; of a stream do both with the first `limit`."""
-    collator = dataclasses.replace(collator, irrelevant=None)  # it would remember these rows as donors
-    result = Survey(
-        len(dataset) if isinstance(dataset, Sized) else None,
-        trains,
-        outputs=collator.outputs,
-        critiques=collator.critique_weight > 0,
-    )
+    """Look at `LOOKED` rows, and render a random sample of `limit`."""
+    collator = dataclasses.replace(collator, irrelevant=None)
+    result = Survey(len(dataset), trains, outputs=collator.outputs, critiques=collator.critique_weight > 0)
     for position, row, sampled in _rows(dataset, seed, limit):
         if isinstance(row["comparison"], Comparison):
             result.look(row["comparison"])
@@ -145,12 +139,9 @@ def survey(
 
 def _rows(dataset: Any, seed: int, limit: int) -> Iterator[tuple[int, dict[str, Any], bool]]:
     """Yield the position of each row to look at, the row, and whether it is in the sample."""
-    if not isinstance(dataset, Sized):
-        yield from ((position, row, True) for position, row in enumerate(islice(cast(Any, dataset), limit)))
-        return
     looked, sampled = (_drawn(len(dataset), number, seed) for number in (LOOKED, limit))
     positions, of_sample = np.union1d(looked, sampled), {*sampled.tolist()}
-    rows = iterate_comparisons(cast(Any, dataset).select(positions))
+    rows = iterate_comparisons(dataset.select(positions))
     for position, comparison in zip(positions.tolist(), rows, strict=True):
         yield position, {"index": position, "comparison": comparison}, position in of_sample
 
@@ -191,7 +182,7 @@ def few_prompts(held_out: Survey) -> str:
     if (prompts := len({*held_out.prompts})) >= CLUSTERS:
         return ""
     return (
-        f"the evaluation has {counted(held_out.rows or 0, 'row')} of {counted(prompts, 'prompt')}, too few to tell a "
+        f"the evaluation has {counted(held_out.rows, 'row')} of {counted(prompts, 'prompt')}, too few to tell a "
         f"better checkpoint from a lucky one: raise eval_fraction or give eval_dataset_path, for {CLUSTERS} prompts "
         "or more"
     )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +17,6 @@ import torch
 import trl
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
-from torch.utils.data import IterableDataset
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -129,9 +127,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         return dataset  # nothing is tokenised ahead: media are references until the collator
 
     def _get_dataloader(self, dataset, *args, is_training: bool = False, **kwargs):
-        if isinstance(dataset, datasets.IterableDataset) and is_training:
-            dataset = EndlessStream(dataset)
-        elif is_training and self.args.train_sampling_strategy == "batch_rebalance":
+        if is_training and self.args.train_sampling_strategy == "batch_rebalance":
             kwargs["sampler_fn"] = self._balanced
         # HF reads this attribute for training and evaluation alike.
         self.data_collator = self.collator if is_training else self.eval_collator
@@ -387,27 +383,6 @@ class BetweenSteps(TrainerCallback):
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.trainer.rates = logged_rates(self.trainer.optimizer)
-
-
-class EndlessStream(IterableDataset):
-    """Repeats `stream` (of the `datasets` library) for ever, each time in another order.
-
-    So a streamed run is one long epoch of `max_steps` steps. HF's trainer, which cannot know the length of a stream,
-    would drop the gradients accumulated before each end, and lose its position in the data when resumed.
-    """
-
-    def __init__(self, stream: Any):
-        self.stream = stream
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for epoch in itertools.count():
-            self.stream.set_epoch(epoch)
-            empty = True
-            for row in self.stream:
-                empty = False
-                yield row
-            if empty:  # a worker without a share of the files
-                return
 
 
 def adapt(
