@@ -324,19 +324,18 @@ def video_align(folder: Path) -> Published:
     settings |= {"data_config": {"fps": 2.0, "max_frame_pixels": 200704}}
     (source / "model_config.json").write_text(json.dumps(settings))
     clips = [[picture(336, 336, 10 * seed + frame) for frame in range(4)] for seed in range(2)]
-    conversations = []
-    scores: dict[str, list[torch.Tensor]] = {output: [] for output in OUTPUTS}
+    conversations, found = [], []
     for prompt, clip in zip(PROMPTS, clips, strict=True):
         frames = torch.stack([torch.from_numpy(np.array(frame)).permute(2, 0, 1) for frame in clip])
         text = DIMENSIONS.replace("{text_prompt}", prompt)
         qwen = model.base_model.model
         read = reference.at_tokens(processor, qwen, text, "video", [frames], ids_of, by_grid=False)
-        for output, [score] in zip(OUTPUTS, read @ head["rm_head.weight"].T, strict=True):
-            scores[output].append(score)
+        found.append((read @ head["rm_head.weight"].T)[:, 0])
         video = [{"type": "video", "video": clip}]
         conversations.append([{"role": "user", "content": prompt}, {"role": "assistant", "content": video}])
     options = {"base": folder / "base", "template": written(folder, DIMENSIONS)}
-    outputs = {name: (torch.stack(scores[name]) - NORM[f"{name}_mean"]) / NORM[f"{name}_std"] for name in OUTPUTS}
+    raw = zip(OUTPUTS, torch.stack(found).T, strict=True)
+    outputs = {name: (scores - NORM[f"{name}_mean"]) / NORM[f"{name}_std"] for name, scores in raw}
     return Published(source, conversations, torch.stack([*outputs.values()]).sum(0), options, outputs)
 
 

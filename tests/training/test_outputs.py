@@ -32,7 +32,7 @@ KINDS = {
     "clarity": "rating 1-5 apart",
     "safety": "ordinal 0-4 apart",
     "right": "correctness",
-    "done": "progress",
+    "done": "progress in 4",
 }
 OUTPUTS = Outputs.parse(KINDS)
 APART = "{% if output is defined %}How much {{ output }}?{% endif %}"  # what the chat template asks after the answer
@@ -73,6 +73,7 @@ def by_hand(model, processor) -> torch.Tensor:
             columns.append(hidden[0, -1] @ model.score.weight.T + model.score.bias)
         rows.append(torch.cat([columns[0][:3], columns[1][3:4], columns[2][4:8], columns[0][8:]]))
     z = torch.stack(rows)
+    bins = z[8:, 9:].log_softmax(1)
     nodes, weights = (torch.tensor(it) for it in np.polynomial.hermite.hermgauss(16))
     spread = (2 * z[2:4, 2]).exp().sum().mul(2).sqrt()
     drawn = (torch.sigmoid(z[3, 1] - z[2, 1] + spread * nodes) * weights).sum() / math.pi**0.5
@@ -83,7 +84,7 @@ def by_hand(model, processor) -> torch.Tensor:
         - (0.75 * logsigmoid(z[4, 3]) + 0.25 * logsigmoid(-z[4, 3]))
         - (logsigmoid(ordinal[0]) + logsigmoid(ordinal[1]) + logsigmoid(-ordinal[2]) + logsigmoid(-ordinal[3]))
         - (logsigmoid(z[6, 8]) + logsigmoid(-z[7, 8])) / 2
-        - (logsigmoid(-z[8, 9]) + 0.5 * (logsigmoid(z[9, 9]) + logsigmoid(-z[9, 9])) + logsigmoid(z[10, 9])) / 3
+        - (bins[0, 0] + (bins[1, 1] + bins[1, 2]) / 2 + bins[2, 3]) / 3
     )
 
 
