@@ -39,14 +39,8 @@ from vlmrm.evaluation.suite import EvaluationSet, OpenSet, evaluation_sets, suit
 from vlmrm.files import exclusive_lock, write_file
 from vlmrm.logs import counted, start_log
 from vlmrm.measures.outputs import Reference, scale_of
-from vlmrm.modeling.manifest import (
-    COMPLETE,
-    TRAINING_LOCK,
-    find_checkpoints,
-    is_finished,
-    read_reward_file,
-    save_scale,
-)
+from vlmrm.modeling import find_checkpoints
+from vlmrm.modeling.manifest import COMPLETE, TRAINING_LOCK, is_finished, read_reward_file, save_scale
 from vlmrm.outputs import ONE, Outputs
 
 logger = logging.getLogger("vlmrm")
@@ -229,9 +223,8 @@ def open_set(
     except (DataError, ConfigError) as error:
         failed = error
     if outputs != ONE and definition.data_args.named_outputs == ONE:
-        names = ", ".join(outputs.names)
         logger.warning(
-            "%s judges none of the outputs %s: their total is measured", definition.name or "The set", names
+            "The data%s judge no output, so the total alone is measured", f" {definition.name or ''}".rstrip()
         )
     # All ranks go on without a set that one of them cannot read.
     failure = next((error for error in gather_object([failed]) if error is not None), None)
