@@ -53,6 +53,15 @@ def test_malformed_lines_are_among_the_wrong_rows(tmp_path):
     assert "rows.jsonl:3: line 3 is not valid json" in format_report(report)
 
 
+def test_steps_are_no_pairs_and_idle_outputs_are_named(tmp_path):
+    rows = [{"prompt": "one", "steps": ["a", "b"], "labels": [1, 0]}]
+    outputs = {"right": "correctness", "clear": "rating 1-5"}
+    report = check_data(DataArguments(dataset_path=write(tmp_path, rows), outputs=outputs))
+    assert report.pairs == report.ranked_lists == report.disputed == 0
+    text = format_report(report)
+    assert "answers judged: right 2, clear 0" in text and "no row judges clear" in text
+
+
 def test_media_of_a_sample_only(tmp_path):
     rows = [row(f"q{i}", "gone.png") for i in range(50)]
     report = check_data(DataArguments(dataset_path=write(tmp_path, rows)), media_sample=5)

@@ -102,6 +102,21 @@ def test_scores_keep_their_order_over_many_requests(monkeypatch):
     assert len(service.requests) == 17 and service.most == 4
 
 
+def test_outputs_come_by_their_names():
+    service = Service()
+    service.answer = lambda index, item: {
+        "index": index,
+        "raw": 1.0,
+        **([{"details": {"outputs": {"a": 2.0}}}, {}][index]),
+    }
+
+    async def go():
+        async with service.scorer() as scorer:
+            return await scorer.score_outputs([asked("one"), asked("other")])
+
+    assert asyncio.run(go()) == [{"a": 2.0}, {"score": 1.0}]
+
+
 def test_a_group_travels_whole(monkeypatch):
     monkeypatch.setattr(remote, "CHUNK_ITEMS", 3)
     service = Service()

@@ -14,12 +14,13 @@ from transformers import AutoProcessor
 from tests.batching.test_shared import in_type
 from tests.families.reference import rounding_nowhere
 from tests.runs import square, write_rows
-from vlmrm import cli, load_scorer
+from vlmrm import cli, evaluate, load_scorer
 from vlmrm.batching import ComparisonCollator
 from vlmrm.conversation import Comparison, Judgement, Message
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons
 from vlmrm.errors import CheckpointError, ConfigError, DataError, TrainingError
+from vlmrm.evaluation.report import build_report, write_card
 from vlmrm.modeling import batcher_for, load_for_training
 from vlmrm.outputs import Outputs
 from vlmrm.rendering import Renderer
@@ -144,6 +145,15 @@ def ratings(folder, count=12):
     return write_rows(folder / "rated.jsonl", rows)
 
 
+def evaluated_rows(model, data):
+    """The row of a model on ratings alone, whose outputs no key names, as it is chosen and shown."""
+    result = evaluate(model_dirs=str(model), dataset_path=str(data), output_file="results.csv")
+    assert result.choice["metric"] == "red_rank"
+    text = build_report(["results.csv"], "report").read_text() + write_card(model, "results.csv", data="d").read_text()
+    assert text.count("ordinal 1-3") == 2 and "interventions have nothing to compare" in text
+    return result.best
+
+
 @pytest.mark.parametrize("adapter", [False, True])
 def test_ratings_become_a_reward_of_each_output(train_here, tmp_path, adapter, capsys):
     data = ratings(tmp_path / "data")
@@ -154,6 +164,14 @@ def test_ratings_become_a_reward_of_each_output(train_here, tmp_path, adapter, c
     evaluated = next(entry for entry in history if "eval_red_rank" in entry)
     assert evaluated["eval_red_ratings"] == 12 and evaluated["eval_size_ratings"] == 11
     scorer = load_scorer(tmp_path / "out/best")
+    info = json.loads((tmp_path / "out/best/reward_model.json").read_text())
+    best = evaluated_rows(tmp_path / "out/best", data)
+    with pytest.raises(SystemExit, match="0"):
+        cli.app(["calibrate", "out/best", "--dataset_path", str(data)])
+    measured = json.loads((tmp_path / "out/best/reward_model.json").read_text())
+    of_training, after = (it["reward_scales"]["red"]["reward_quantiles"] for it in (info, measured))
+    assert of_training == pytest.approx(after, rel=1e-3)
+    assert best["outputs"]["size"]["error"]["low"] < best["outputs"]["size"]["error"]["value"]
     rows = load_comparisons([str(data)], arguments=DataArguments(**RATED))
     talks = [row["comparison"].conversations()[0] for row in rows]
     named, totals = scorer.score_outputs(talks), scorer.score(talks)
@@ -164,6 +182,12 @@ def test_ratings_become_a_reward_of_each_output(train_here, tmp_path, adapter, c
     rewards = RewardSet([RewardArguments("size", "vlm_reward", dtype="float32", extra_kwargs=options)])
     total = rewards(prompt=["Picture 0", "Picture 1", "Picture 2"], image=images).total()
     assert total == pytest.approx([it["size"] for it in named[:3]], abs=1e-5)
+    named_size = {**options, "transform": "percentile"}
+    shares = RewardSet([RewardArguments("size", "vlm_reward", dtype="float32", extra_kwargs=named_size)])(
+        prompt=["Picture 0", "Picture 1", "Picture 2"], image=images
+    ).total()
+    lower = [np.mean([other["size"] < it["size"] for other in named[1:]]) for it in named[:3]]  # the first has no size
+    assert shares == pytest.approx(lower, abs=0.1)
     with pytest.raises(ConfigError, match=r"no output sise: did you mean size"):
         RewardSet([RewardArguments("size", "vlm_reward", extra_kwargs={**options, "output": "sise"})])
     with pytest.raises(SystemExit, match="0"):
@@ -202,6 +226,8 @@ def test_a_model_keeps_the_outputs_it_was_trained_with(tiny_checkpoint, tmp_path
         ({"clarity": "stars 1-5"}, None, "write preference, gaussian"),
         ({"clarity": "rating 5-1"}, None, "from low to high"),
         ({"clarity": "ordinal 0.5-2"}, None, "whole numbers"),
+        ({"clarity": "ratng 1-5"}, {"clairty": 1}, "write preference, gaussian"),
+        ({"clarity": "rating 1-5"}, {"clarity": 0}, "weighs every output by 0"),
         ({"prompt": "preference"}, None, "called prompt, a column of docs/data.md"),
         ({"clarity": "rating 1-5"}, {"clairty": 1}, "clairty, which is no output"),
         (None, {"clarity": 1}, "there is only one"),
@@ -231,6 +257,17 @@ def test_rows_that_train_no_output_are_refused(tmp_path, cells, reason):
         raise load_comparisons([str(file)], arguments=DataArguments(outputs={"clarity": "rating 1-5"}))[0][
             "comparison"
         ]
+
+
+def test_a_word_in_a_table_blames_its_own_row(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,response,clarity,safety\nWhat?,a,4.5,2\nWhat?,b,good,\nWhat?,c,,2.5\n")
+    outputs = {"clarity": "rating 1-5", "safety": "ordinal 0-4"}
+    rows = [
+        it["comparison"]
+        for it in load_comparisons([str(tmp_path / "rows.csv")], arguments=DataArguments(outputs=outputs))
+    ]
+    assert [it.values for it in rows[0].judgements] == [(4.5,), (2.0,)]
+    assert "holds 'good'" in str(rows[1]) and "2.5, and an ordinal has whole numbers" in str(rows[2])
 
 
 def test_a_verdict_beside_its_criteria_is_no_judgement_of_one(tmp_path):

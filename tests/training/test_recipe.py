@@ -95,6 +95,13 @@ def test_data_facts_are_read_from_a_sample(tmp_path):
         facts_of([broken])
 
 
+def test_numbers_beside_single_answers_become_outputs(tmp_path):
+    rows = [{"prompt": f"{i}?", "response": "a", "stars": i % 5 + 1, "light": i / 40, "row_id": i} for i in range(40)]
+    facts = facts_of([write_rows(tmp_path / "rated.jsonl", rows)])
+    assert facts.reading["outputs"] == {"stars": "ordinal 1-5", "light": "rating 0-1"}
+    assert written(CPU, data=facts)["metric_for_best_model"] == "stars_rank"
+
+
 def test_the_held_out_share_has_enough_prompts(tmp_path, capsys, tiny_checkpoint):
     """Rows say little of how many prompts there are, and an accuracy of few of these says nothing."""
     of = {name: [{"query": f"{i % n}?", "chosen": "a", "rejected": str(i)} for i in range(1000)] for name, n in COUNTS}

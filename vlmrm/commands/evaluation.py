@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -18,7 +18,7 @@ from vlmrm.libraries import needs
 from vlmrm.logs import counted, say, start_log
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    pass
 
 # `train`, `eval` and `check-data` hand their words to TRL's parser, which knows HF's hundred keys.
 Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]
@@ -250,5 +250,5 @@ def rulers(
         if len(data) > 1 or columns or split != "train":
             raise ConfigError("--benchmark says what is read: give at most its local copy, no columns and no split.")
         public, rows = named(benchmark), load_benchmark(benchmark, next(iter(data), None), reading)
-    readings = read_rulers(iterate_comparisons(cast("Dataset", rows)), public)
+    readings = read_rulers(iterate_comparisons(rows), public)
     say(json.dumps(block(readings), indent=2) if json_output else format_rulers(readings, public))

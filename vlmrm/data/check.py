@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from vlmrm.logs import counted
 from vlmrm.outputs import ONE, Outputs
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    pass
 
 MAX_LISTED = 20  # wrong rows, duplicates and categories that are named; all are counted
 RANKED = ("preference", "rating")  # kinds of judgements whose values are only compared
@@ -104,7 +104,7 @@ def check_data(
     for path, split in sources:
         # Wrong rows are listed even if training will stop at them.
         reading = replace(arguments, bad_rows="skip")
-        dataset = cast("Dataset", load_comparisons([path], arguments=reading, split=split))
+        dataset = load_comparisons([path], arguments=reading, split=split)
         count = len(dataset) if media_sample is None else min(media_sample, len(dataset))
         sampled = {*np.random.default_rng(arguments.split_seed).choice(len(dataset), count, replace=False).tolist()}
         for index, row in enumerate(iterate_comparisons(dataset)):
@@ -149,7 +149,7 @@ def _describe_source(source: Source, outputs: frozenset[str]) -> str:
     layout = detect_layout(source.columns, LAYOUTS_TO_SCORE if outputs else LAYOUTS)
     unread = [name for name in source.columns if name not in layout.columns() | SPECIAL | outputs]
     unread += [name for name, new in source.names.items() if new == IGNORE]
-    read = f"{source.name}: {counted(len(cast('Dataset', source.table)), 'row')}, read as {layout.name}"
+    read = f"{source.name}: {counted(len(source.table), 'row')}, read as {layout.name}"
     return f"{read}\n  columns that are not read: {', '.join(unread)}" if unread else read
 
 

@@ -73,9 +73,7 @@ class InMemory(str):
         if isinstance(table, dict):
             raise DataError(f"{name} has the splits {', '.join(map(str, table))}: pass one of them")
         if not isinstance(table, Dataset):
-            raise DataError(
-                f"{name} is a {type(table).__name__}: pass a Dataset of `datasets`, loaded whole"
-            )
+            raise DataError(f"{name} is a {type(table).__name__}: pass a Dataset of `datasets`, loaded whole")
         if table.format["type"] == "custom":
             raise DataError(f"{name} has a transform, which is not read: apply it with map, or remove it")
         result = cls(name)

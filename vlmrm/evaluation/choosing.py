@@ -81,10 +81,14 @@ class Criterion:
 
     def for_rows(self, rows: Sequence[Any]) -> Criterion:
         """Return it, or in place of the accuracy of pairs, where rows have none, a figure of the first output."""
-        measured = [self._by_set(row).values() for row in rows if not row["error"]]
-        if self.metric != ACCURACY or not measured or any(ACCURACY in row for of_sets in measured for row in of_sets):
+        measured = [of_set for row in rows if not row["error"] for of_set in self._by_set(row).values()]
+        if (
+            self.metric != ACCURACY
+            or any(ACCURACY in it for it in measured)
+            or not any("outputs" in it for it in measured)
+        ):
             return self
-        [(output, figures), *_] = next(iter(measured[0]))["outputs"].items()
+        [(output, figures), *_] = next(it["outputs"] for it in measured if "outputs" in it).items()
         return replace(self, metric=f"{output}_{next(name for name in INSTEAD if name in figures)}")
 
     def ranked(self, rows: Sequence[Row]) -> list[Row]:

@@ -13,10 +13,9 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
-from datasets import Dataset
 
 from vlmrm.conversation import Comparison, Medium, Messages, text_of
 from vlmrm.data.arguments import DataArguments
@@ -210,7 +209,7 @@ def _pieces(comparison: Comparison, looks: Looks) -> dict[str, set[Piece]]:
 
 def open_rows(paths: Sequence[str], arguments: DataArguments, split: str = "train") -> Iterator[Comparison | RowError]:
     """Return all rows of `paths`."""
-    return iterate_comparisons(cast("Dataset", load_comparisons(paths, arguments=arguments, split=split)))
+    return iterate_comparisons(load_comparisons(paths, arguments=arguments, split=split))
 
 
 def format_leakage(result: Leakage) -> str:

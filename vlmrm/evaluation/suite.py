@@ -48,7 +48,6 @@ SUITES: Mapping[str, tuple[str, ...]] = {
     "robots": ("roborewardbench",),
     "text": ("rewardbench", "rewardbench-2", "rm-bench", "m-rewardbench"),
 }
-LOOKED = 100  # rows, of which one must judge an output for all to be read so
 NAME = re.compile(r"\w[\w.+-]*")  # a set's files have its name
 NAMED = re.compile(rf"({NAME.pattern})=(.+)")  # NAME=PATH
 
@@ -106,15 +105,6 @@ class EvaluationSet:
             check_columns(iterate_readable(rows), columns)
         return rows
 
-    def opened(self, outputs: Outputs) -> tuple[EvaluationSet, Dataset]:
-        """Return it with its comparisons, which judge the `outputs` of the models where no key names others."""
-        if outputs != ONE and self.benchmark is None and self.data_args.outputs is None:
-            own = replace(self, data_args=replace(self.data_args, **outputs.keys()))
-            rows = own.open()
-            if any(True for _ in iterate_readable(rows.select(range(min(LOOKED, len(rows)))))):
-                return own, rows
-        return self, self.open()
-
     def results(self, args: EvaluationArguments) -> Results:
         """Return the results so far, of the settings, other than the checkpoint, on which figures depend."""
         keys = ("dtype", "attn_implementation", "base_model_path", "batching")
@@ -154,10 +144,8 @@ class OpenSet:
         return "" if self.definition.name is None else f" of {self.definition.name}"
 
 
-def evaluation_sets(
-    args: EvaluationArguments, data_args: DataArguments, outputs: Outputs = ONE
-) -> list[EvaluationSet]:
-    """Return the sets that the arguments name; `outputs` are those that may be measured.
+def evaluation_sets(args: EvaluationArguments, data_args: DataArguments) -> list[EvaluationSet]:
+    """Return the sets that the arguments name.
 
     One set has its table in `output_file`; several have theirs in the folder of that name, without the suffix, and
     `dataset_path` is then a folder with local copies of benchmarks.
@@ -170,8 +158,9 @@ def evaluation_sets(
                 "dataset_path is missing: give the preferences to evaluate on, or a benchmark or a suite by name."
             )
         check_set_keys(data_args, args.train_data, is_benchmark=public is not None)
-        _check_metric(args.metric_for_best, [], outputs)
-        return [EvaluationSet(None, public, data_args, tuple(args.group_by), csv, args.cluster_by)]
+        _check_metric(args.metric_for_best, [], data_args.named_outputs)
+        read = data_args if public is None else replace(data_args, outputs=None, total=None)
+        return [EvaluationSet(None, public, read, tuple(args.group_by), csv, args.cluster_by)]
     definitions = (
         [(f"suite {args.suite}", name, keys) for name, keys in read_suite(args.suite).items()] if args.suite else []
     )
@@ -183,7 +172,7 @@ def evaluation_sets(
     names = [name for _, name, _ in definitions]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two sets are called {twice}: give one another name, as --data NAME=PATH or in a suite.")
-    _check_metric(args.metric_for_best, names, outputs)
+    _check_metric(args.metric_for_best, names, data_args.named_outputs)
     if all(keys.benchmark for _, _, keys in definitions):
         check_set_keys(replace(data_args, dataset_path=[]), args.train_data, is_benchmark=True)
     copies, unset, sets = Path(next(iter(data_args.dataset_path), "")), DataArguments(), []
@@ -202,7 +191,8 @@ def evaluation_sets(
         if "dataset_path" not in of_set:
             copy = copies / (keys.benchmark or "")
             of_set["dataset_path"] = [str(copy)] if data_args.dataset_path and copy.exists() else []
-        inherited = {} if public is None else {it: getattr(unset, it) for it in NOT_OF_A_BENCHMARK}
+        not_read = () if public is None else (*NOT_OF_A_BENCHMARK, "outputs", "total")
+        inherited = {it: getattr(unset, it) for it in not_read}
         own = [keys.group_by] if isinstance(keys.group_by, str) else keys.group_by or []
         try:
             made = replace(data_args, **{**inherited, **of_set})

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -84,15 +84,16 @@ def sweep(config: Configuration = (), /, **keys: Any) -> SweepResult:
     config = name_tables(config) if isinstance(config, Mapping) else config
     args, data_args = parse((EvaluationArguments, DataArguments), config, "eval_rm.py", **name_tables(keys))
     check_data_keys(data_args)
-    outputs = trained_outputs(args) if data_args.outputs is None else data_args.named_outputs
-    sets = evaluation_sets(args, data_args, outputs)
+    if data_args.outputs is None and (outputs := trained_outputs(args)) != ONE:
+        data_args = replace(data_args, **outputs.keys())
+    sets = evaluation_sets(args, data_args)
     log_path = start_log("eval")
     processes = launched()
     with sole_sweep([Path(args.output_file), *(it.csv for it in sets if it.name)], processes):
         entries = entries_to_evaluate(args)
         unread: dict[str, str] = {}
         main = processes.is_main_process
-        opened_sets = [found for it in sets if (found := open_set(it, entries, args, unread, outputs, main=main))]
+        opened_sets = [found for it in sets if (found := open_set(it, entries, args, unread, main=main))]
         if not opened_sets:
             raise DataError(f"none of the {len(sets)} data sets can be read: {_listed(unread)}")
         count = counted(len(entries), "model")
@@ -205,7 +206,6 @@ def open_set(
     entries: Sequence[Entry],
     args: EvaluationArguments,
     unread: dict[str, str],
-    outputs: Outputs,
     *,
     main: bool,
 ) -> OpenSet | None:
@@ -213,15 +213,10 @@ def open_set(
     failed: Exception | None = None
     dataset: Any = None
     try:
-        definition, dataset = definition.opened(outputs)
+        dataset = definition.open()
         results = definition.results(args)
     except (DataError, ConfigError) as error:
         failed = error
-    if outputs != ONE and definition.data_args.named_outputs == ONE:
-        names = ", ".join(outputs.names)
-        logger.warning(
-            "%s judges none of the outputs %s: their total is measured", definition.name or "The set", names
-        )
     # All ranks go on without a set that one of them cannot read.
     failure = next((error for error in gather_object([failed]) if error is not None), None)
     if failure is None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import rankdata
 
-from vlmrm.conversation import Comparison, Judgement, agreed_pairs
+from vlmrm.conversation import Comparison, agreed_pairs
 from vlmrm.measures.intervals import NAN, Correlation, Figure, Mean
 from vlmrm.measures.pairs import credits_of
 from vlmrm.measures.statistics import fitted_temperature
@@ -39,20 +39,22 @@ def judged_outputs(
     """Return what is said of each output; `values[i]` has a value a branch by the name of the output."""
     counts = [len(next(iter(of.values()))) for of in values]
     owners, starts = np.repeat(np.arange(len(counts)), counts), np.cumsum([0, *counts])
-    ratings = {name: np.full(len(owners), NAN) for name in outputs.names}
+    sums = {name: np.zeros((2, len(owners))) for name in outputs.names}  # of the raters' values and of their weights
     pairs: dict[str, list[tuple[int, int]]] = {name: [] for name in outputs.names}
     for start, comparison in zip(starts, comparisons, strict=False):
         for number, name in enumerate(outputs.names):
-            for judgement in _merged(comparison, outputs, number):
-                if judgement.kind != "preference":
-                    ratings[name][start + np.array(judgement.answers)] = judgement.values
-                decided = (pair for pair in agreed_pairs([judgement]) if not pair.tie)
-                pairs[name] += [(start + pair.chosen, start + pair.rejected) for pair in decided]
-    of_all = {name: np.array([*chain.from_iterable(of[name] for of in values)]) for name in outputs.names}
-    return {
-        name: Judged(of_all[name], ratings[name], np.array(pairs[name], np.int64).reshape(-1, 2), owners)
-        for name in outputs.names
-    }
+            own = [judgement for judgement in comparison.judgements if outputs.index(judgement) == number]
+            rated = [judgement for judgement in own if judgement.kind != "preference"]
+            for it in rated:
+                sums[name][:, start + np.array(it.answers)] += it.weight * np.array([it.values, [1] * len(it.values)])
+            compared = chain(agreed_pairs(rated), *(it.pairs() for it in own if it.kind == "preference"))
+            pairs[name] += [(start + it.chosen, start + it.rejected) for it in compared if not it.tie]
+    judged = {}
+    for name, (totals, weights) in sums.items():
+        of_all = np.array([*chain.from_iterable(of[name] for of in values)])
+        ratings = np.round(np.divide(totals, weights, out=np.full(len(owners), NAN), where=weights > 0), 9)
+        judged[name] = Judged(of_all, ratings, np.array(pairs[name], np.int64).reshape(-1, 2), owners)
+    return judged
 
 
 def output_figures(
@@ -74,21 +76,6 @@ def output_figures(
 
     found = {it.name: {name: said(*of) for name, *of in _figures(it, judged[it.name])} for it in outputs}
     return {name: figures for name, figures in found.items() if figures}
-
-
-def _merged(comparison: Comparison, outputs: Outputs, number: int) -> Iterator[Judgement]:
-    """Yield what a comparison's raters say of an output: of pairs each, and of ratings their mean."""
-    own = [judgement for judgement in comparison.judgements if outputs.index(judgement) == number]
-    rated = [judgement for judgement in own if judgement.kind != "preference"]
-    if rated:
-        answers = sorted({answer for judgement in rated for answer in judgement.answers})
-        means = [
-            np.average([j.values[j.answers.index(answer)] for j in of], weights=[j.weight for j in of])
-            for answer in answers
-            if (of := [judgement for judgement in rated if answer in judgement.answers])
-        ]
-        yield Judgement(tuple(answers), tuple(map(float, means)), rated[0].kind, dimension=rated[0].dimension)
-    yield from (judgement for judgement in own if judgement.kind == "preference")
 
 
 def _figures(output: Output, of: Judged) -> Iterator[tuple[str, Figure | float, np.ndarray]]:

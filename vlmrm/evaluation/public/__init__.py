@@ -294,7 +294,7 @@ def _open(chosen: Benchmark, location: str, split: str, config: str | None) -> l
                 f"{source.path} is no copy of {chosen.title}: it lacks the columns {', '.join(missing)} and has "
                 f"{', '.join(columns)}"
             )
-        table = cast("Dataset", source.table)
+        table = source.table
         for name, value in origin.items():
             if name in chosen.required and name not in columns:
                 table = table.add_column(name, [value] * len(table))
@@ -307,7 +307,7 @@ def _as_lists(chosen: Benchmark, source: Source, naming: Callable[[Any], Hashabl
     from datasets import Dataset
 
     lists: dict[Hashable, list[Mapping[str, Any]]] = {}
-    for row in cast("Dataset", source.table):
+    for row in source.table:
         lists.setdefault(naming(row), []).append(row)
     compared = [rows for rows in lists.values() if len(rows) > 1]
     if not compared:

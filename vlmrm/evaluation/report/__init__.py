@@ -184,7 +184,7 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
     choice = choose(checkpoints, sweeps)
     measured, shares = _find(folder, checkpoints or [choice.best]), {}
     if choice.best is not measured:
-        choice = Choice(measured, "", "", measured.accuracy, None, None)
+        choice = Choice(measured, "", "", measured.accuracy, None, None, outputs=choice.outputs)
     rows = (row for sweep in sweeps for row in sweep["results"] if "provenance" in row)
     row: Any = next((it for it in rows if (it["model"], it["checkpoint"]) == (measured.model, measured.name)), {})
     if checkpoints:
