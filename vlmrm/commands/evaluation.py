@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -16,9 +16,6 @@ from vlmrm.config import answered, helped
 from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.libraries import needs
 from vlmrm.logs import counted, say, start_log
-
-if TYPE_CHECKING:
-    pass
 
 # `train`, `eval` and `check-data` hand their words to TRL's parser, which knows HF's hundred keys.
 Words = Annotated[str, Parameter(show=False, allow_leading_hyphen=True)]

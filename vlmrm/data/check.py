@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,9 +19,6 @@ from vlmrm.errors import DataError, MediaError, RowError
 from vlmrm.formats import LAYOUTS, LAYOUTS_TO_SCORE, detect_layout
 from vlmrm.logs import counted
 from vlmrm.outputs import ONE, Outputs
-
-if TYPE_CHECKING:
-    pass
 
 MAX_LISTED = 20  # wrong rows, duplicates and categories that are named; all are counted
 RANKED = ("preference", "rating")  # kinds of judgements whose values are only compared
