@@ -53,7 +53,7 @@ def better_worse(row):
 register_layout(better_worse)
 register_metric(Metric("sure", "margins above 3", lambda p: share_of(p.margins > 3), better="higher", column=True))
 register_intervention(Intervention("empty_answers", empty_answers, "style", "no answers", "without answers"))
-register_loss("hinge", lambda difference, tie, threshold: torch.relu(1 - difference))
+register_loss("hinge", lambda difference, tie: torch.relu(1 - difference))
 
 
 def lengths(conversations):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vlmrm.batching.collator import PAIR_TYPES
-from vlmrm.training.losses import Objective, bradley_terry_tie, judged_weights, rao_kupper_tie, rao_kupper_win
+from vlmrm.training.losses import Objective, bradley_terry_tie, judged_weights
 
 
 def pairs_of(rows: list[tuple]) -> dict[str, torch.Tensor]:
@@ -47,20 +47,10 @@ def test_weights_make_a_weighted_mean():
     assert total(Objective(), SCORES, pairs) == pytest.approx(expected, rel=1e-6)
 
 
-def test_rao_kupper_probabilities_sum_to_one():
-    difference = torch.linspace(-4, 4, 33, dtype=torch.float64)
-    win, tie = rao_kupper_win(difference, 0.4), rao_kupper_tie(difference, 0.4)
-    lose = rao_kupper_win(-difference, 0.4)
-    torch.testing.assert_close((-win).exp() + (-tie).exp() + (-lose).exp(), torch.ones(33, dtype=torch.float64))
-
-
-def test_zero_tie_threshold_makes_ties_half_wins():
+def test_ties_are_half_wins():
     pairs = pairs_of([(0, 1, 0, 1, 1, 0)])
     expected = 0.5 * (math.log1p(math.exp(-2.0)) + math.log1p(math.exp(2.0)))
     assert total(Objective(), SCORES, pairs) == pytest.approx(expected, rel=1e-6)
-    assert total(Objective(tie_threshold=0.4), SCORES, pairs) == pytest.approx(
-        rao_kupper_tie(torch.tensor(2.0), 0.4).item(), rel=1e-6
-    )
 
 
 def test_irrelevant_loss_is_weighted_and_least_at_ties():
@@ -83,7 +73,7 @@ def test_irrelevant_pairs_make_a_weighted_mean():
 
 def test_scores_of_half_precision_are_compared_in_float32():
     pairs = pairs_of([(0, 1, 0.1, 1, 0, 0), (2, 3, 0, 1, 1, 1)])
-    loss = Objective(tie_threshold=0.4, center_coefficient=0.01)
+    loss = Objective(center_coefficient=0.01)
     assert total(loss, SCORES.bfloat16(), pairs) == total(loss, SCORES.float(), pairs)
 
 

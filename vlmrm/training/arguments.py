@@ -51,11 +51,6 @@ class RewardTrainingArguments(trl.RewardConfig):
     num_irrelevant_pairs: int = key(1, "Irrelevant prompts for each pair.")
     irrelevant_loss_weight: float = key(1.0, "Weight of the irrelevant loss.")
     pair_loss: str = key("bradley_terry", "Loss of a preference pair: `bradley_terry`, or one of a plugin.")
-    tie_threshold: float = key(
-        0.0,
-        "Rao-Kupper's log θ: score differences below it count as ties. 0: Bradley-Terry, where a tie is half a win "
-        "for either side.",
-    )
     router_aux_loss_coef: float = key(
         0.0, "Weight of the loss that spreads tokens evenly over the experts of a mixture of experts. 0: off."
     )
@@ -95,10 +90,10 @@ class RewardTrainingArguments(trl.RewardConfig):
             )
         if self.remove_unused_columns:
             raise ConfigError("remove_unused_columns must stay false: comparisons are read from columns of any name.")
-        if self.train_sampling_strategy == "group_by_length":
+        if self.train_sampling_strategy in ("group_by_length", "batch_rebalance"):
             raise ConfigError(
-                "train_sampling_strategy: group_by_length needs token counts, which images lack before they are read: "
-                "write batch_rebalance, which estimates them."
+                f"train_sampling_strategy: {self.train_sampling_strategy} needs counts of tokens, "
+                "which images lack before they are read: remove it."
             )
         if self.optim in ("lomo", "adalomo"):
             raise ConfigError(
@@ -113,7 +108,7 @@ class RewardTrainingArguments(trl.RewardConfig):
             self, 0, *optimizer, "warmup_steps", "seed", "data_seed", "dataloader_num_workers", "probe_samples"
         )
         losses = ("center_rewards_coefficient", "irrelevant_loss_weight", "router_aux_loss_coef")
-        check_least(self, 0, *losses, "tie_threshold")
+        check_least(self, 0, *losses)
         # Steps below 1 are a share of all; a part that is not to learn is frozen.
         for name in ("logging_steps", "save_steps", "eval_steps", *RATES.values()):
             if (value := getattr(self, name)) is not None and not 0 < value < math.inf:

@@ -6,7 +6,6 @@ so a step is a mean, for each output, however it is split.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -32,7 +31,6 @@ class Objective:
     (Eisenstein et al. 2023, https://huggingface.co/papers/2312.09244, Eq. 2).
     """
 
-    tie_threshold: float = 0.0
     irrelevant_weight: float = 1.0
     center_coefficient: float | None = None
     pair_loss: str = "bradley_terry"
@@ -79,7 +77,7 @@ class Objective:
         if output.kind == "gaussian":
             spread = variance(columns)
             return gaussian(difference, spread[pairs["chosen"]] + spread[pairs["rejected"]], pairs["tie"])
-        fit = PAIR_LOSSES[self.pair_loss](difference, pairs["tie"], self.tie_threshold)
+        fit = PAIR_LOSSES[self.pair_loss](difference, pairs["tie"])
         if not output.rates:
             return fit
         target = pairs["target"]
@@ -127,13 +125,9 @@ def gaussian(difference: torch.Tensor, variance: torch.Tensor, tie: torch.Tensor
     return -torch.where(tie, 0.5 * (win + loss), win)
 
 
-def bradley_terry(difference: torch.Tensor, tie: torch.Tensor, tie_threshold: float) -> torch.Tensor:
-    """Return the negative log-likelihood of each pair; Rao-Kupper's with `tie_threshold` > 0."""
-    if tie_threshold > 0:
-        win, tied = rao_kupper_win(difference, tie_threshold), rao_kupper_tie(difference, tie_threshold)
-    else:
-        win, tied = -logsigmoid(difference), bradley_terry_tie(difference)
-    return torch.where(tie, tied, win)
+def bradley_terry(difference: torch.Tensor, tie: torch.Tensor) -> torch.Tensor:
+    """Return the negative log-likelihood of each pair."""
+    return torch.where(tie, bradley_terry_tie(difference), -logsigmoid(difference))
 
 
 def bradley_terry_tie(difference: torch.Tensor) -> torch.Tensor:
@@ -141,25 +135,13 @@ def bradley_terry_tie(difference: torch.Tensor) -> torch.Tensor:
     return -0.5 * (logsigmoid(difference) + logsigmoid(-difference))
 
 
-def rao_kupper_win(difference: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Return -log σ(d - η): the chosen wins by more than the threshold η = log θ (Rao & Kupper 1967)."""
-    return -logsigmoid(difference - threshold)
-
-
-def rao_kupper_tie(difference: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Return -log[(θ² - 1) σ(d - η) σ(-d - η)], the remaining probability: neither wins by more than η."""
-    return -(
-        math.log(math.expm1(2 * threshold)) + logsigmoid(difference - threshold) + logsigmoid(-difference - threshold)
-    )
-
-
-# From difference[N] = r_chosen - r_rejected - margin, tie[N] and the key `tie_threshold`, the loss of each pair, [N].
-PairLoss = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+# From difference[N] = r_chosen - r_rejected - margin, and tie[N], the loss of each pair, [N].
+PairLoss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 PAIR_LOSSES: dict[str, PairLoss] = {"bradley_terry": bradley_terry}  # by the key `pair_loss`
 
 
 def register(name: str, loss: PairLoss) -> None:
-    """Add a loss of pairs, as a plugin does; a tie is no win of either side, and `tie_threshold` may be above 0."""
+    """Add a loss of pairs, as a plugin does; a tie is no win of either side."""
     if name in PAIR_LOSSES:
         raise ConfigError(f"there is already a loss {name}: give yours another name.")
     PAIR_LOSSES[name] = loss

@@ -74,7 +74,6 @@ class TrainingStep:
         self.operations = Operations(model) if data_sheet_rate(args.device) else None
         self.last_inputs: Inputs | None = None  # of the last forward, to score again before a save
         self._objective = Objective(
-            args.tie_threshold,
             args.irrelevant_loss_weight,
             args.center_rewards_coefficient,
             args.pair_loss,

@@ -7,16 +7,16 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-import datasets
 import torch
 import trl
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
+from torch.utils.data import BatchSampler
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -127,8 +127,6 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         return dataset  # nothing is tokenised ahead: media are references until the collator
 
     def _get_dataloader(self, dataset, *args, is_training: bool = False, **kwargs):
-        if is_training and self.args.train_sampling_strategy == "batch_rebalance":
-            kwargs["sampler_fn"] = self._balanced
         # HF reads this attribute for training and evaluation alike.
         self.data_collator = self.collator if is_training else self.eval_collator
         try:
@@ -137,29 +135,12 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
             self.data_collator = self.collator
         batches: Any = getattr(loader, "batch_sampler", None)
         if is_training and getattr(batches, "num_processes", 1) > 1 and not batches.drop_last:
-            from vlmrm.batching.balance import EvenBatches
-
             batches.batch_sampler = EvenBatches(batches.batch_sampler, batches.num_processes)
             batches.batch_size = None  # of any size: none is filled
         if hasattr(loader, "device"):
             # Each forward moves its own inputs: of the rest, numbers are read that the host should not wait for.
             loader.device = None
         return loader
-
-    def _balanced(self, dataset: datasets.Dataset) -> Any:
-        """Return a sampler that spreads the estimated work of each step."""
-        from vlmrm.batching.balance import BalancedBatches, estimated_costs
-
-        ranks, accumulated = self.args.world_size, self.args.gradient_accumulation_steps
-        return BalancedBatches(
-            estimated_costs(dataset, self.collator.renderer.limits),
-            effective_batch_size=self.args.train_batch_size * accumulated * ranks,
-            dp_size=ranks,
-            grad_accum=accumulated,
-            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
-            rank=self.args.process_index,
-            drop_last=self.args.dataloader_drop_last,
-        )
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> torch.Tensor:
         """Sum the weights by which a step's loss is divided: of what judges each output, irrelevant pairs, critiques.
@@ -383,6 +364,21 @@ class BetweenSteps(TrainerCallback):
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         self.trainer.rates = logged_rates(self.trainer.optimizer)
+
+
+class EvenBatches(BatchSampler):
+    """The batches of a sampler, and empty ones until every rank has as many; accelerate would repeat rows."""
+
+    def __init__(self, batches: BatchSampler, ranks: int):
+        super().__init__(batches.sampler, batches.batch_size, drop_last=False)
+        self.ranks = ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from super().__iter__()
+        yield from ([] for _ in range(-super().__len__() % self.ranks))
+
+    def __len__(self) -> int:
+        return super().__len__() + -super().__len__() % self.ranks
 
 
 def adapt(
