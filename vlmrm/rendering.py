@@ -86,7 +86,6 @@ class Rendered:
     taught: int = 0  # how many of its last tokens are a critique, which the model learns to write
 
     def __len__(self) -> int:
-        """Return the number of tokens of its longest branch."""
         return max(len(it.input_ids) for it in (self, *self.others))
 
     @property

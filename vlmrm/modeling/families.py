@@ -6,11 +6,14 @@ Most is found by itself: positions by the backbone's `get_rope_index`, masks by 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -192,3 +195,25 @@ def family_of(config: PreTrainedConfig) -> Family:
     """Return the family of a configuration; for one that is not declared, the usual one, untested."""
     name = config.model_type
     return BY_MODEL_TYPE.get(name) or Family(name, [name], refused=REFUSED.get(name), tested=False)
+
+
+@cache
+def _function_parameters(function: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(inspect.unwrap(function)).parameters)
+
+
+@cache
+def _lists_of(function: Any) -> tuple[str, ...]:
+    parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
+    return tuple(p.name for p in parameters if str(p.annotation).startswith("list["))
+
+
+def as_annotated(method: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return `inputs` with lists where a method takes them: Unlimited-OCR's splits by numbers of tiles."""
+    lists = inputs.keys() & _lists_of(method.__func__)
+    return inputs | {name: inputs[name].tolist() for name in lists if torch.is_tensor(inputs[name])}
+
+
+def parameters_of(method: Any) -> tuple[str, ...]:
+    """Return the names of a method's parameters, as its class declares them."""
+    return _function_parameters(method.__func__)

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from vlmrm.errors import CheckpointError
 from vlmrm.outputs import Output, Outputs
 
 HEADS = ("linear", "mlp")  # those that training makes; imported models bring others
+LOGITS = 512  # tokens whose logits over the vocabulary are in memory at a time
 ACTIVATIONS = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh, "gelu": nn.GELU}
 
 
@@ -142,6 +144,19 @@ def total_of(outputs: Outputs, logits: torch.Tensor) -> torch.Tensor:
 def variance(columns: torch.Tensor) -> torch.Tensor:
     """Return the variance of a Gaussian output for its columns [N, 2], [N]: the second is log σ, as in HPSv3."""
     return (2 * columns[:, 1]).exp()
+
+
+def language_loss(head: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the summed cross entropy, at least float32, of tokens `ids` [M] by head [V, H] and hidden [M, H]."""
+
+    def of(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        logits = nn.functional.linear(states.to(head.dtype), head)
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return nn.functional.cross_entropy(exact, tokens, reduction="sum")
+
+    pieces = zip(hidden.split(LOGITS), ids.split(LOGITS), strict=True)
+    # Computed again in the backward pass: a vocabulary's logits are more than all other activations.
+    return torch.stack([checkpoint(of, *piece, use_reentrant=False) for piece in pieces]).sum()
 
 
 def head_name(described: str | Mapping[str, Any]) -> str:

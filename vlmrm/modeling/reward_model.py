@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Sequence
 from functools import cache
@@ -12,7 +11,6 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_MAPPING,
@@ -37,8 +35,8 @@ from vlmrm.batching.media import DistinctMedia, Grid, Media, as_images, grids_of
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import relies_on
 from vlmrm.modeling.experts import tokens_of_vision_experts, touch_vision_experts
-from vlmrm.modeling.families import BY_MODEL_TYPE, Family, existing_parts, family_of
-from vlmrm.modeling.head import Float32Linear, Head, at_branches
+from vlmrm.modeling.families import BY_MODEL_TYPE, Family, as_annotated, existing_parts, family_of, parameters_of
+from vlmrm.modeling.head import Float32Linear, Head, at_branches, language_loss
 from vlmrm.modeling.vision import (
     EncoderOutput,
     Features,
@@ -62,8 +60,6 @@ relies_on(
     attributes=("_require_grads_hook", "_require_grads_hooks"),
 )
 relies_on(PreTrainedModel._set_gradient_checkpointing, "gradient_checkpointing_func")
-
-LOGITS = 512  # tokens whose logits over the vocabulary are in memory at a time
 
 
 class RewardModel(PreTrainedModel):
@@ -163,22 +159,8 @@ class RewardModel(PreTrainedModel):
         if self.language_head is not None and torch.is_grad_enabled():
             if taught_places is None or taught_ids is None:  # ranks under ZeRO-3 need outputs of the same number
                 taught_places = taught_ids = torch.zeros(0, dtype=torch.long, device=hidden.device)
-            loss = self.language_loss(hidden.flatten(0, 1)[taught_places], taught_ids)
+            loss = language_loss(self.language_head, hidden.flatten(0, 1)[taught_places], taught_ids)
         return SequenceClassifierOutputWithPast(loss=loss, logits=logits)
-
-    def language_loss(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the summed cross entropy, at least float32, of tokens `ids` [M] that `hidden` [M, H] foretell."""
-        head = self.language_head
-        assert head is not None
-
-        def of(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-            logits = nn.functional.linear(states.to(head.dtype), head)
-            exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            return nn.functional.cross_entropy(exact, tokens, reduction="sum")
-
-        pieces = zip(hidden.split(LOGITS), ids.split(LOGITS), strict=True)
-        # Computed again in the backward pass: a vocabulary's logits are more than all other activations.
-        return torch.stack([checkpoint(of, *piece, use_reentrant=False) for piece in pieces]).sum()
 
     def hidden_states(self, media: Media | None = None, **inputs: Any) -> torch.Tensor:
         """Return the backbone's last hidden states [B, T, H].
@@ -238,7 +220,7 @@ class RewardModel(PreTrainedModel):
         return embeddings
 
     def _last_hidden_states(self, **inputs: Any) -> torch.Tensor:
-        output = self.model(**_as_annotated(self.model.forward, inputs))
+        output = self.model(**as_annotated(self.model.forward, inputs))
         return output.logits if self.family.language_head else output.last_hidden_state
 
     def encode(self, media: Media) -> dict[str, EncoderOutput]:
@@ -286,7 +268,7 @@ class RewardModel(PreTrainedModel):
         inputs = {
             name: tensor.to(self.device, dtype if tensor.is_floating_point() else None)
             for name, tensor in tensors.items()
-            if name in _parameters(encode)
+            if name in parameters_of(encode)
         }
         keywords = self._layout_keywords(inputs, media["grids"])
         differentiable = self.trains_vision() or any(tensor.requires_grad for tensor in inputs.values())
@@ -296,7 +278,7 @@ class RewardModel(PreTrainedModel):
             inputs |= {name: tensor.detach().requires_grad_() for name, tensor in pixels.items()}
         # Adapters of the language model leave the whole tower frozen: its activations need not be kept then.
         with torch.set_grad_enabled(differentiable and torch.is_grad_enabled()):
-            output = encode(**_as_annotated(encode, inputs), **keywords, return_dict=True)
+            output = encode(**as_annotated(encode, inputs), **keywords, return_dict=True)
         return split(output, media["tokens"], self.family.feature_field, self.family.constants)
 
     def _layout_keywords(self, inputs: dict[str, torch.Tensor], grids: Sequence[Grid]) -> dict[str, Any]:
@@ -363,7 +345,7 @@ class RewardModel(PreTrainedModel):
     @property
     def input_names(self) -> Sequence[str]:
         """The names of the backbone's inputs."""
-        return _parameters(self.model.forward)
+        return parameters_of(self.model.forward)
 
     @property
     def type_names(self) -> Sequence[str]:
@@ -463,28 +445,6 @@ class RewardModel(PreTrainedModel):
         The trainer reads its own checkpoints with a plain `load_state_dict`, which would skip any other names.
         """
         super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
-
-
-@cache
-def _function_parameters(function: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(inspect.unwrap(function)).parameters)
-
-
-@cache
-def _lists_of(function: Any) -> tuple[str, ...]:
-    parameters = inspect.signature(inspect.unwrap(function)).parameters.values()
-    return tuple(p.name for p in parameters if str(p.annotation).startswith("list["))
-
-
-def _as_annotated(method: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return `inputs` with lists where a method takes them: Unlimited-OCR's splits by numbers of tiles."""
-    lists = inputs.keys() & _lists_of(method.__func__)
-    return inputs | {name: inputs[name].tolist() for name in lists if torch.is_tensor(inputs[name])}
-
-
-def _parameters(method: Any) -> tuple[str, ...]:
-    """Return the names of a method's parameters, as its class declares them."""
-    return _function_parameters(method.__func__)
 
 
 for _backbone in (Qwen2VLModel, Qwen2_5_VLModel, Qwen3VLModel):
