@@ -54,7 +54,7 @@ def test_ctrl_c_ends_with_its_own_status(words, monkeypatch, capsys):
 
 def test_help_of_each_verb_shows_its_own_examples(capsys):
     def check(app, *words):
-        own = {"train", "plan", "eval", "check-data"}  # whose help is of their keys
+        own = {"train", "plan", "eval", "calibrate", "check-data"}  # whose help is of their keys
         for name in (it for it in app if not it.startswith("-") and (words or it not in own)):
             cli.app([*words, name, "--help"], result_action="return_value")
             examples = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" vlmrm ")]

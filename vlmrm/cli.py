@@ -38,7 +38,6 @@ EXAMPLES_OF_VERBS = (
     "init my_pairs.csv --columns images=photo prompt=query",
     "init-tiny outputs/tiny --arch qwen3_vl",
     "convert my_columns.jsonl my_lists.jsonl --output all.jsonl --columns images=photo prompt=query",
-    "calibrate outputs/best --dataset_path my_test.jsonl",
     "report results/mine.csv --output results/report",
     "leaderboard results/all results/yesterday.csv --output outputs/leaderboard",
     "card outputs/mine/checkpoint-500 results/mine.csv --data me/my_pairs",

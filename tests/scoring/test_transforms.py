@@ -73,9 +73,7 @@ def test_percentiles_and_probabilities_are_of_reference_scores():
     better = transform_named("probability", scale)([np.median(scores), np.median(scores) + 1.5])
     assert better == pytest.approx([0.5, 1 / (1 + np.exp(-1))], abs=0.01)
     with pytest.raises(CheckpointError, match="no probability of clear: its reference data have no pair or rating"):
-        transform_named(
-            "probability", {"reward_scales": {"clear": scale | {"reward_temperature": None}}}, output="clear"
-        )
+        transform_named("probability", {"reward_scales": {"clear": {"reward_quantiles": [0, 1]}}}, output="clear")
 
 
 def test_names_are_those_of_the_table():

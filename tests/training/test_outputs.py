@@ -22,6 +22,7 @@ from vlmrm.data.comparisons import load_comparisons
 from vlmrm.errors import CheckpointError, ConfigError, DataError, TrainingError
 from vlmrm.evaluation.report import build_report, write_card
 from vlmrm.modeling import batcher_for, load_for_training
+from vlmrm.modeling.manifest import scale_in
 from vlmrm.outputs import Outputs
 from vlmrm.rendering import Renderer
 from vlmrm.rewards import RewardArguments, RewardSet
@@ -145,13 +146,13 @@ def ratings(folder, count=12):
     return write_rows(folder / "rated.jsonl", rows)
 
 
-def evaluated_rows(model, data):
-    """The row of a model on ratings alone, whose outputs no key names, as it is chosen and shown."""
-    result = evaluate(model_dirs=str(model), dataset_path=str(data), output_file="results.csv")
+def show_the_error_of_size(model, data):
+    """Evaluate a model on ratings alone, whose outputs no key names; show the results, and return one."""
+    result = evaluate(model_dirs=model, dataset_path=str(data), output_file="results.csv")
     assert result.choice["metric"] == "red_rank"
     text = build_report(["results.csv"], "report").read_text() + write_card(model, "results.csv", data="d").read_text()
     assert text.count("ordinal 1-3") == 2 and "interventions have nothing to compare" in text
-    return result.best
+    return result.best["outputs"]["size"]["error"]
 
 
 @pytest.mark.parametrize("adapter", [False, True])
@@ -164,14 +165,9 @@ def test_ratings_become_a_reward_of_each_output(train_here, tmp_path, adapter, c
     evaluated = next(entry for entry in history if "eval_red_rank" in entry)
     assert evaluated["eval_red_ratings"] == 12 and evaluated["eval_size_ratings"] == 11
     scorer = load_scorer(tmp_path / "out/best")
-    info = json.loads((tmp_path / "out/best/reward_model.json").read_text())
-    best = evaluated_rows(tmp_path / "out/best", data)
-    with pytest.raises(SystemExit, match="0"):
-        cli.app(["calibrate", "out/best", "--dataset_path", str(data)])
-    measured = json.loads((tmp_path / "out/best/reward_model.json").read_text())
-    of_training, after = (it["reward_scales"]["red"]["reward_quantiles"] for it in (info, measured))
-    assert of_training == pytest.approx(after, rel=1e-3)
-    assert best["outputs"]["size"]["error"]["low"] < best["outputs"]["size"]["error"]["value"]
+    of_training = scale_in("out/best")["reward_scales"]["red"]["reward_quantiles"]
+    assert show_the_error_of_size("out/best", data)["low"] > 0
+    assert scale_in("out/best")["reward_scales"]["red"]["reward_quantiles"] == pytest.approx(of_training, rel=1e-3)
     rows = load_comparisons([str(data)], arguments=DataArguments(**RATED))
     talks = [row["comparison"].conversations()[0] for row in rows]
     named, totals = scorer.score_outputs(talks), scorer.score(talks)
@@ -182,12 +178,13 @@ def test_ratings_become_a_reward_of_each_output(train_here, tmp_path, adapter, c
     rewards = RewardSet([RewardArguments("size", "vlm_reward", dtype="float32", extra_kwargs=options)])
     total = rewards(prompt=["Picture 0", "Picture 1", "Picture 2"], image=images).total()
     assert total == pytest.approx([it["size"] for it in named[:3]], abs=1e-5)
-    named_size = {**options, "transform": "percentile"}
-    shares = RewardSet([RewardArguments("size", "vlm_reward", dtype="float32", extra_kwargs=named_size)])(
-        prompt=["Picture 0", "Picture 1", "Picture 2"], image=images
-    ).total()
+    options["transform"] = "percentile"
+    shares = RewardSet([RewardArguments("size", "vlm_reward", dtype="float32", extra_kwargs=options)])
     lower = [np.mean([other["size"] < it["size"] for other in named[1:]]) for it in named[:3]]  # the first has no size
-    assert shares == pytest.approx(lower, abs=0.1)
+    assert shares(prompt=[f"Picture {i}" for i in range(3)], image=images).total() == pytest.approx(lower, abs=0.1)
+    with pytest.raises(SystemExit, match="0"):
+        cli.app(["calibrate", "out/best", "--dataset_path", str(data), "--max_eval_samples", "6"])
+    assert scale_in("out/best")["reward_count"] == 6
     with pytest.raises(ConfigError, match=r"no output sise: did you mean size"):
         RewardSet([RewardArguments("size", "vlm_reward", extra_kwargs={**options, "output": "sise"})])
     with pytest.raises(SystemExit, match="0"):
@@ -262,10 +259,8 @@ def test_rows_that_train_no_output_are_refused(tmp_path, cells, reason):
 def test_a_word_in_a_table_blames_its_own_row(tmp_path):
     (tmp_path / "rows.csv").write_text("prompt,response,clarity,safety\nWhat?,a,4.5,2\nWhat?,b,good,\nWhat?,c,,2.5\n")
     outputs = {"clarity": "rating 1-5", "safety": "ordinal 0-4"}
-    rows = [
-        it["comparison"]
-        for it in load_comparisons([str(tmp_path / "rows.csv")], arguments=DataArguments(outputs=outputs))
-    ]
+    opened = load_comparisons([str(tmp_path / "rows.csv")], arguments=DataArguments(outputs=outputs))
+    rows = [it["comparison"] for it in opened]
     assert [it.values for it in rows[0].judgements] == [(4.5,), (2.0,)]
     assert "holds 'good'" in str(rows[1]) and "2.5, and an ordinal has whole numbers" in str(rows[2])
 

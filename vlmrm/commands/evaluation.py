@@ -76,7 +76,7 @@ def calibrate(*words: Words) -> None:
     scale = scale_in(words[0])
     for name, of in {"score": scale, **scale.get("reward_scales", {})}.items():
         low, middle, high = (of["reward_quantiles"][place] for place in (5, 50, 95))
-        fits = "" if of["reward_temperature"] else "; no temperature, so no probability"
+        fits = "" if of.get("reward_temperature") else "; no temperature, so no probability"
         say(f"{name}: {middle:.4g} in the middle, 90 % from {low:.4g} to {high:.4g}, of {of['reward_count']:,}{fits}")
 
 

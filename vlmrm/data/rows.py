@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import lru_cache
 from itertools import islice
@@ -106,7 +106,8 @@ def _read(
     named = outputs.named & cells.keys() if outputs else frozenset()
     # Words compare two answers, and the layout reads them too. In order: a set of texts has another in each process.
     for name in (one.name for one in outputs or () if one.rates and one.name in named):
-        cells[name] = _number_in(cells[name])  # a word somewhere in a column of a CSV makes texts of its numbers
+        with suppress(ValueError):  # one word in a column of a CSV makes texts of all its numbers
+            cells[name] = float(cells[name]) if isinstance(cells[name], str) else cells[name]
     words = sorted(name for name in named if isinstance(cells[name], str))
     rated = {name: cells.pop(name) for name in named.difference(words)}
     row_id = str(cells.get("id", row_id))
@@ -142,13 +143,6 @@ def _read(
         _check_no_paths(answers, cells, resolve)
         _check_all_read(cells, layout, parsed, comparison, resolve)
         return comparison
-
-
-def _number_in(cell: Any) -> Any:
-    try:
-        return float(cell) if isinstance(cell, str) else cell
-    except ValueError:
-        return cell
 
 
 def _with_named(judgements: Sequence[Judgement], by_name: list[Judgement], outputs: Outputs) -> tuple[Judgement, ...]:
