@@ -89,10 +89,11 @@ def question_template(processor: Any, instructions: Mapping[str, str]) -> str:
 
 def frames_template(processor: Any, instruction: str, token: str) -> str:
     """Return a chat template in Jinja: a user's turn of the instruction, then of each frame and its token."""
-    collected = COLLECTED.replace("IMAGE", _literal(MARK)).replace("VIDEO", "raise_exception('it takes no video')")
+    no_video = "raise_exception('this model takes no video')"
+    collected = COLLECTED.replace("IMAGE", _literal(MARK)).replace("VIDEO", no_video)
     body = _literal(instruction).replace(PROMPT, '" ~ ns.prompt ~ "')
-    written = FRAMES.replace("INSTRUCTION", body).replace("TOKEN", _literal(token))
-    return collected + written.replace("OWN", processor.chat_template)
+    parts = {"INSTRUCTION": body, "TOKEN": _literal(token), "OWN": processor.chat_template}
+    return collected + re.sub("|".join(parts), lambda match: parts[match[0]], FRAMES)
 
 
 def _literal(text: str) -> str:

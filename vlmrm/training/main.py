@@ -96,6 +96,11 @@ class Run:
         keys, args = self.model_args, self.args
         transformers.set_seed(args.seed)
         self.processor = load_processor(keys.model_name_or_path, keys.model_revision, args.trust_remote_code)
+        if len(self.data_args.named_outputs.branches) > 1 and "output" not in str(self.processor.chat_template):
+            raise ConfigError(
+                "an output is apart, and the chat template knows no variable `output`: write a question of "
+                "each into it, or remove apart."
+            )
         self.settings = training_settings(keys, self.data_args, args)  # every key, and fingerprints of data and model
         self.base_digest = from_first_rank(lambda: base_digest(keys))
         held_out = self.data_args.eval_dataset_path or self.data_args.dataset_path
