@@ -43,7 +43,7 @@ OUTPUTS = {
 }
 TRUE = {"light": ("dark", "bright"), "size": ("small", "large"), "hue": ("red", "yellow")}
 CRITERIA = {"light": "The brighter picture is better.", "size": "The larger disc is better."}
-STEPS, FRAMES, STEPS_OF_TRAINING, OF_CRITIQUES = 3, 5, 1200, 300
+STEPS, FRAMES, STEPS_OF_TRAINING, OF_CRITIQUES = 3, 5, 1200, 100
 SINGLES = 1000  # pictures that are rated anew: a correlation of 300 is known to 0.06 alone
 NOISE, MISSING = 0.25, 0.3  # of ratings: a standard deviation of raters, and the share that is left out
 

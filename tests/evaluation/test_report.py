@@ -314,8 +314,6 @@ def test_the_guide_s_commands_and_program_run(tmp_path, monkeypatch, capsys):
     scored(90, model="outputs/irrelevant").to_parquet("results/irrelevant.scores.parquet")
     commands = re.findall(r"^vlmrm (report .*)$", guide, re.MULTILINE)
     for command in commands:
-        if "--wandb" in command:  # tested where it belongs
-            continue
         cli.app(shlex.split(command), exit_on_error=False, result_action="return_value")
     assert capsys.readouterr().out.splitlines() == [
         "the report is results/report/report.html",

@@ -81,25 +81,17 @@ def calibrate(*words: Words) -> None:
 
 
 @needs("report", "the report")
-def report(
-    *results: Path, output: Path = Path("outputs/report"), title: str = "Reward model report", wandb: str | None = None
-) -> None:
+def report(*results: Path, output: Path = Path("outputs/report"), title: str = "Reward model report") -> None:
     """Make a page that shows what the evaluated checkpoints learned, or compares several evaluations.
 
     Args:
         results: The output_file of an evaluation, or its .scores.parquet.
         output: Folder for report.html and plots/.
         title: Heading of the page.
-        wandb: Log it to this project of Weights & Biases too; PROJECT/RUN adds it to the run with that id.
     """
     from vlmrm.evaluation.report import build_report
 
-    page = build_report(results, output, title)
-    say(f"the report is {page}")
-    if wandb is not None:
-        from vlmrm.evaluation.report import log_report
-
-        say(f"in wandb it is {log_report(page, results, wandb)}")
+    say(f"the report is {build_report(results, output, title)}")
 
 
 @needs("train", "the leaderboard")

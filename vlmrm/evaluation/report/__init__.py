@@ -1,4 +1,4 @@
-"""`vlmrm report`: a self-contained page about scored pairs, also for wandb, its figures as files; and `vlmrm card`."""
+"""`vlmrm report`: a self-contained page about scored pairs, its figures as files; and `vlmrm card`."""
 
 from __future__ import annotations
 
@@ -123,45 +123,6 @@ def digest_of(text: str) -> str:
 
 def now() -> str:
     return f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
-
-
-def log_report(page: Path, results: Sequence[Path], destination: str) -> str:
-    """Log the report `page` of `results` to wandb, and return its URL, or offline the folder to sync.
-
-    `destination` is PROJECT for a run of its own, or PROJECT/RUN for the run with that id, such as the training's.
-    """
-    try:
-        from wandb import Artifact, Error, Html, Image, Table, init
-    except ImportError as error:  # a folder wandb/ of offline runs can be imported too, but is empty
-        raise ConfigError(missing("--wandb", "wandb", "wandb")) from error
-    html, rows = page.read_text(encoding="utf-8"), _results_table(results)
-    # The folder may hold figures of an earlier report; the ids in the page begin with the names of its figures.
-    figures = [path for path in sorted(page.parent.glob("plots/*.png")) if f"#{path.stem}-" in html]
-    project, _, run_id = destination.partition("/")
-    artifact = Artifact("report", type="report")
-    artifact.add_file(str(page))
-    try:
-        with init(project=project, id=run_id or None, resume="must" if run_id else None) as run:
-            run.log(
-                {
-                    **{f"report/{path.stem}": Image(str(path)) for path in figures},
-                    "report/checkpoints": Table(dataframe=rows),
-                    "report/page": Html(str(page), inject=False),  # it has its own style
-                }
-            )
-            run.log_artifact(artifact)
-            return run.url or str(Path(run.dir).parent)
-    except Error as error:
-        raise ConfigError(f"wandb does not take the report to {destination}: {error}") from error
-
-
-def _results_table(results: Sequence[Path]) -> pd.DataFrame:
-    """Return the tables (.csv) of all results, one row a checkpoint; None where a cell is empty."""
-    paths = [scores_path(path).with_suffix("").with_suffix(".csv") for path in results]
-    if gone := [path for path in paths if not path.is_file()]:
-        raise ConfigError(f"there is no {gone[0]}, the table of the results: keep it beside the scored pairs.")
-    rows = pd.concat([pd.read_csv(path) for path in paths], ignore_index=True).astype(object)
-    return rows.where(rows.notna(), None)
 
 
 def summary(sources: Sequence[pd.DataFrame | str | Path]) -> str:
