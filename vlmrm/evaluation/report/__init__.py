@@ -25,7 +25,6 @@ from vlmrm.evaluation.report.checkpoints import (
     percent,
     read_frames,
     read_sweeps,
-    scores_path,
     split,
     training_logs,
     without_figures,
@@ -33,7 +32,6 @@ from vlmrm.evaluation.report.checkpoints import (
 from vlmrm.evaluation.report.explorer import pack_pairs
 from vlmrm.evaluation.report.sections import curve, of_outputs, sections
 from vlmrm.files import make_folder, require_own_file, write_file
-from vlmrm.libraries import missing
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.plots import css_variables, drawing, save
 from vlmrm.modeling.manifest import read_reward_file, verify_complete, write_complete
