@@ -64,7 +64,7 @@ REASONS: dict[type[Exception], str] = {
 
 
 class RedisBackend:
-    """A `Backend` of several processes; `redis_queue.lua` has the keys. While Redis is away, results are held."""
+    """`MemoryBackend` of several processes; `redis_queue.lua` has the keys. While Redis is away, results are held."""
 
     persistent = True
 
@@ -239,7 +239,8 @@ class RedisBackend:
                 del self._finished[job_id]
 
     async def cancel(self, job_id: str) -> bool:
-        return bool(await self._run("cancel", job_id, backend.CANCELLED, self._ttl, patience=PATIENCE_S))
+        arguments = (job_id, uuid.uuid4().hex, backend.CANCELLED, self._ttl)
+        return bool(await self._run("cancel", *arguments, patience=PATIENCE_S))
 
     async def unfetched(self) -> Mapping[str, int]:
         return {}  # any other process can return what is in Redis

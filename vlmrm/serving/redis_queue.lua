@@ -14,6 +14,7 @@
 --   P:running:QUEUE    sorted set: jobs that run, by the last sign of life of who has them
 --   P:waiting          hash: items, bytes and jobs that wait by reward, and the bytes of all; a counter
 --   P:taken:TOKEN      the jobs that one `take` returned, for a retry after a lost response
+--   P:counted:TOKEN    that who shares a job, or leaves it, has been counted, for the same
 --   P:pace:REWARD:MINUTE  items done in that minute
 --   P:record:NAME      a protocol's record of a request
 --   P:hosts, P:beats   the health of each process's workers, and when it expires
@@ -72,6 +73,12 @@ local function tag_of(job)
   local tag = redis.call('ZSCORE', class_key('clients', job), job.client)
     or redis.call('ZSCORE', class_key('shares', job), job.client) or 0
   return math.max(clock, tonumber(tag))
+end
+
+-- Change how many want a job, once for each token, however often its caller tries; return how many do.
+local function ask(id, change, token)
+  if redis.call('SET', P .. ':counted:' .. token, 1, 'NX', 'EX', 60) then redis.call('HINCRBY', job_key(id), 'asked', change) end
+  return tonumber(redis.call('HGET', job_key(id), 'asked'))
 end
 
 local function enqueue(job, returned)
@@ -245,7 +252,7 @@ function operations.put(id, key, reward, packed, items, cost, priority, remainin
       redis.call('PEXPIRE', job_key(equal), ttl)
       redis.call('PEXPIRE', P .. ':key:' .. key, ttl)
     else
-      redis.call('HINCRBY', job_key(equal), 'asked', 1)
+      ask(equal, 1, id)
     end
     local ends = job.state == 'queued' and job.deadline ~= ''
     if ends and (deadline == '' or tonumber(deadline) > tonumber(job.deadline)) then
@@ -328,10 +335,10 @@ function operations.reclaim(queue, silence, ...)
   return #silent
 end
 
-function operations.cancel(id, cancelled, ttl)
+function operations.cancel(id, token, cancelled, ttl)
   local job = read(id)
   if not job.state or is_over(job) then return 0 end
-  if redis.call('HINCRBY', job_key(id), 'asked', -1) > 0 or job.state == 'running' then return 0 end
+  if ask(id, -1, token) > 0 or job.state == 'running' then return 0 end
   close(job, ttl, 'cancelled', 'error', cancelled)
   return 1
 end
