@@ -123,11 +123,11 @@ class QueueAway(VlmrmError):
 
 
 class Overloaded(QueueAway):
-    """The queue is full; its `pace` is of items a second, or 0."""
+    """The queue is full."""
 
-    def __init__(self, reward: str, items: int, size: int, total: int, pace: float):
+    def __init__(self, reward: str, items: int, size: int, total: int):
         full = f"the queue of {reward} is full, with {items} items in {size} bytes, {total} in all queues"
-        super().__init__(f"{full}: try again later.", min(max(items / 2 / pace, 1.0), 60.0) if pace else 1.0)
+        super().__init__(f"{full}: try again later.")
 
 
 async def repeat(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -196,8 +195,6 @@ class MemoryBackend:
         # By queue, the workers that wait for a job, and the prefixes that they have.
         self._idle: dict[str, dict[asyncio.Future[None], Collection[str]]] = defaultdict(dict)
         self._finished: OrderedDict[str, float] = OrderedDict()  # job id to when it finished, the oldest first
-        # By reward, when items were done and how many.
-        self._paces: dict[str, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=100))
         self._records: TLRUCache[str, tuple[float, dict[str, Any]]] = TLRUCache(  # ttl, record
             limits.max_results, ttu=lambda _, record, now: now + record[0], timer=lambda: time.monotonic()
         )
@@ -260,7 +257,6 @@ class MemoryBackend:
 
     async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float, revision: str) -> None:
         """Store the result of a job that was taken, computed by this revision of its reward."""
-        self._paces[job.reward].append((time.monotonic(), job.count))
         self._finish(job, Status(State.done, outcomes=list(outcomes), seconds=seconds, revision=revision))
 
     async def fail(self, job: Job, error: str) -> None:
@@ -347,10 +343,7 @@ class MemoryBackend:
         total = sum(queue.bytes for queue in self._queues.values())
         items, size = has_items + job.count, has_bytes + job.size
         if items > max_items or size > max_bytes or total + job.size > self._limits.queue_bytes:
-            paces = self._paces[job.reward]
-            seconds = max(paces[-1][0] - paces[0][0], 1e-3) if len(paces) > 1 else math.inf
-            pace = sum(items for _, items in paces) / seconds
-            raise Overloaded(job.reward, has_items, has_bytes, total, pace)
+            raise Overloaded(job.reward, has_items, has_bytes, total)
 
     def _queue(self, job: Job, *, returned: bool = False) -> None:
         self._queues[job.queue].push(job, returned=returned)

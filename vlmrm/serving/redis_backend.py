@@ -198,8 +198,7 @@ class RedisBackend:
         else:
             accepted, *reply = await self._run("put", *arguments, patience=PATIENCE_S)
         if not accepted:
-            items, size, total, pace = reply
-            raise Overloaded(job.reward, items, size, total, float(pace))
+            raise Overloaded(job.reward, *reply)
         return reply[0].decode()
 
     async def status(self, job_id: str) -> Status | None:

@@ -15,7 +15,6 @@
 --   P:waiting          hash: items, bytes and jobs that wait by reward, and the bytes of all; a counter
 --   P:taken:TOKEN      the jobs that one `take` returned, for a retry after a lost response
 --   P:counted:TOKEN    that who shares a job, or leaves it, has been counted, for the same
---   P:pace:REWARD:MINUTE  items done in that minute
 --   P:record:NAME      a protocol's record of a request
 --   P:hosts, P:beats   the health of each process's workers, and when it expires
 -- Channels: P:come carries the name of a queue that has a new job, P:over the id of a finished job.
@@ -27,7 +26,6 @@ local FIELDS = {'state', 'reward', 'line', 'receipt', 'items', 'bytes', 'cost', 
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
-local minute = math.floor(now / 60)
 
 local function job_key(id) return P .. ':job:' .. id end
 
@@ -264,9 +262,7 @@ function operations.put(id, key, reward, packed, items, cost, priority, remainin
   local has_items, has_bytes, total = tonumber(waiting[1] or 0), tonumber(waiting[2] or 0), tonumber(waiting[3] or 0)
   if has_items + items > tonumber(max_items) or has_bytes + #packed > tonumber(max_bytes)
       or total + #packed > tonumber(max_total) then
-    local pace = P .. ':pace:' .. reward .. ':'
-    local done = redis.call('MGET', pace .. minute, pace .. minute - 1)
-    return {0, has_items, has_bytes, total, tostring(((done[1] or 0) + (done[2] or 0)) / (60 + now - 60 * minute))}
+    return {0, has_items, has_bytes, total}
   end
   redis.call('HSET', job_key(id), 'reward', reward, 'key', key, 'packed', packed, 'items', items, 'bytes', #packed,
     'cost', cost, 'priority', priority, 'deadline', deadline, 'attempts', 0, 'asked', 1,
@@ -302,9 +298,6 @@ function operations.finish(id, outcomes, seconds, revision, shared, ttl)
   local job = read(id)
   if is_over(job) then return 0 end
   close(job, ttl, 'done', 'outcomes', outcomes, 'seconds', seconds, 'revision', revision, 'shared', shared)
-  local pace = P .. ':pace:' .. job.reward .. ':' .. minute
-  redis.call('INCRBY', pace, job.items)
-  redis.call('EXPIRE', pace, 180)
   return 1
 end
 
