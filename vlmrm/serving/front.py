@@ -268,12 +268,11 @@ class Handler(Link):
     def __init__(self, front: Front):
         super().__init__(told=lambda message: self._released(message["release"]))
         self._front, self._number = front, 0
-        self.working: int | None = None  # the number of the request
+        self.working: int | None = 0  # the number of the request; 0 until it is ready
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._front.handlers.append(self)
-        self._front.pump()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._front.handlers.remove(self)
@@ -404,12 +403,21 @@ class Admission:
 # Its process ---------------------------------------------------------------------------------------------------------
 
 
-async def run(settings: ServiceSettings, listener: socket.socket, inner: socket.socket) -> None:
-    """Serve until SIGTERM; handlers connect at `inner`. Requests that have come have their answers."""
+async def run(settings: ServiceSettings, control: socket.socket, listener: socket.socket) -> None:
+    """Serve until SIGTERM; over `control` come sockets to handlers. Requests that have come have their answers."""
     front, loop, stopping = Front(settings), asyncio.get_running_loop(), asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
     log_lines(settings)
-    await loop.create_unix_server(lambda: Handler(front), sock=inner)
+    joining = set[asyncio.Task[Any]]()
+
+    def take() -> None:
+        _, files, *_ = socket.recv_fds(control, 1, 1)
+        for file in files:
+            link = loop.create_unix_connection(partial(Handler, front), sock=socket.socket(fileno=file))
+            joining.add(task := loop.create_task(link))
+            task.add_done_callback(joining.discard)
+
+    loop.add_reader(control, take)
     async with listening(front, listener):
         await stopping.wait()
     await front.drain()

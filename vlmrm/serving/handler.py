@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import socket
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -109,21 +110,21 @@ class FrontLink(Link):
         super().__init__(partial(answer, app, lambda number: self.tell({"release": number})))
 
 
-async def run(start: dict[str, Any]) -> None:
-    """Handle what the front asks, and the next one once it has gone, until the core has gone."""
+async def run(start: dict[str, Any], to_core: socket.socket, to_front: socket.socket) -> None:
+    """Handle what the front asks until it or the core has gone."""
     loop, core = asyncio.get_running_loop(), RemoteCore()
     settings = ServiceSettings.model_validate(start["settings"])
     log_lines(settings)
     export_spans()
     app = create_app(settings, core, requests=start["requests"])
-    await loop.create_unix_connection(lambda: core.link, start["core"])
+    await loop.create_unix_connection(lambda: core.link, sock=to_core)
     await core.known.wait()
-    while not core.link.lost.done():
-        _, front = await loop.create_unix_connection(partial(FrontLink, app), start["front"])
-        await asyncio.wait({front.lost, core.link.lost}, return_when=asyncio.FIRST_COMPLETED)
+    _, front = await loop.create_unix_connection(partial(FrontLink, app), sock=to_front)
+    front.tell({"release": 0})  # it is ready
+    await asyncio.wait({front.lost, core.link.lost}, return_when=asyncio.FIRST_COMPLETED)
 
 
 if __name__ == "__main__":
     die_with_parent()
     os.nice(10)  # the front and the core go first: they cost little, and everybody waits for them
-    asyncio.run(run(json.load(sys.stdin)))
+    asyncio.run(run(json.load(sys.stdin), *(socket.socket(fileno=int(number)) for number in sys.argv[1:])))

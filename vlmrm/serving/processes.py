@@ -8,16 +8,14 @@ import logging
 import socket
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 from pydantic import SecretStr
 
 from vlmrm.serving.backend import Status
-from vlmrm.serving.http_server import BACKLOG
 from vlmrm.serving.links import Link, read_job, write_status
 from vlmrm.serving.service import Service
 
@@ -57,30 +55,19 @@ class HandlerLink(Link):
 
 
 class Processes:
-    """The front, which listens, and the handlers; one that ends is replaced.
-
-    Handlers connect to the front and to the core at sockets in a folder that only this user opens.
-    """
+    """The front, and the handlers, each with a socket to it and one to the core; a process that ends is replaced."""
 
     def __init__(self, service: Service, listener: socket.socket, requests: bool):
-        self._service, self._listener, self._requests = service, listener, requests
+        self._service, self._listener = service, listener
+        self._start = {"settings": _revealed(service.settings)}
+        shown = service.settings.model_dump(mode="json", exclude_defaults=True)  # with *** in place of secrets
+        shown["clients"] = [{**one, "token": one["name"]} for one in shown.get("clients", ())]
+        self._start_of_handlers = {"settings": shown, "requests": requests}
         self._links: set[HandlerLink] = set()
         self._loops: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        self._folder = TemporaryDirectory(prefix="vlmrm-")
-        settings, (core, front) = self._service.settings, (f"{self._folder.name}/{name}" for name in ("core", "front"))
-        await asyncio.get_running_loop().create_unix_server(lambda: HandlerLink(self._service, self._links), core)
-        self._inner = socket.socket(socket.AF_UNIX)  # it is here that handlers of a front that has died find the next
-        self._inner.bind(front)
-        self._inner.listen(BACKLOG)
-        shown = settings.model_dump(mode="json", exclude_defaults=True)  # with *** in place of secrets
-        shown["clients"] = [{**one, "token": one["name"]} for one in shown.get("clients", ())]
-        handler = {"settings": shown, "requests": self._requests, "core": core, "front": front}
-        runs = [partial(_run, "vlmrm.serving.handler", handler)] * settings.handlers
-        runs.insert(
-            0, partial(_run, "vlmrm.serving.front", {"settings": _revealed(settings)}, self._listener, self._inner)
-        )
+        runs = [self._run_front, *[self._run_handler] * self._service.settings.handlers]
         self._loops = [asyncio.create_task(_keep(run)) for run in runs]
         self._telling = asyncio.create_task(self._tell())
 
@@ -90,8 +77,18 @@ class Processes:
         for loop in self._loops:
             loop.cancel()
             await asyncio.wait({loop})
-        self._inner.close()
-        self._folder.cleanup()
+
+    async def _run_front(self) -> int:
+        self._control, theirs = socket.socketpair()  # over which it gets its sockets to handlers
+        return await _run("vlmrm.serving.front", self._start, [theirs], self._listener)
+
+    async def _run_handler(self) -> int:
+        (ours, to_core), (of_front, to_front) = socket.socketpair(), socket.socketpair()
+        link = partial(HandlerLink, self._service, self._links)
+        await asyncio.get_running_loop().create_unix_connection(link, sock=ours)
+        with of_front, suppress(OSError):  # the front has gone: so will the handler, and another comes
+            socket.send_fds(self._control, [b"h"], [of_front.fileno()])
+        return await _run("vlmrm.serving.handler", self._start_of_handlers, [to_core, to_front])
 
     async def _tell(self) -> None:
         """Tell handlers of the core's state whenever it changes."""
@@ -105,15 +102,18 @@ class Processes:
             await asyncio.sleep(STATE_S)
 
 
-async def _run(module: str, start: dict[str, Any], *ends: socket.socket) -> int:
-    """Run a module as a process with these sockets until it ends; `start` is what it reads first."""
-    numbers = [end.fileno() for end in ends]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", module, *map(str, numbers)),
-        pass_fds=numbers,
-        stdin=asyncio.subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is the core's to handle
-    )
+async def _run(module: str, start: dict[str, Any], ends: list[socket.socket], *shared: socket.socket) -> int:
+    """Run a module as a process, which alone has these `ends`, until it ends; `start` is what it reads first."""
+    numbers = [end.fileno() for end in (*ends, *shared)]
+    with ExitStack() as given:
+        for end in ends:
+            given.enter_context(end)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module, *map(str, numbers)),
+            pass_fds=numbers,
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is the core's to handle
+        )
     assert process.stdin is not None
     try:
         process.stdin.write(json.dumps(start).encode())
