@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import socket
 import sys
 from collections.abc import Callable
@@ -126,5 +125,4 @@ async def run(start: dict[str, Any], to_core: socket.socket, to_front: socket.so
 
 if __name__ == "__main__":
     die_with_parent()
-    os.nice(10)  # the front and the core go first: they cost little, and everybody waits for them
     asyncio.run(run(json.load(sys.stdin), *(socket.socket(fileno=int(number)) for number in sys.argv[1:])))
