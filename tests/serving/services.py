@@ -11,22 +11,20 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import asynccontextmanager, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx2 as httpx
 
 from tests import preloaded
 from vlmrm.serving.app import create_app
 from vlmrm.serving.backend import Job
-from vlmrm.serving.front import Front
-from vlmrm.serving.handler import Answerer
-from vlmrm.serving.handlers import write_request
-from vlmrm.serving.http_server import HttpRequest, listening
+from vlmrm.serving.front import Front, Handler
+from vlmrm.serving.handler import FrontLink
+from vlmrm.serving.http_server import listening
 from vlmrm.serving.service import Service
 from vlmrm.serving.settings import ServiceSettings, validate_settings
-from vlmrm.serving.worker.channel import pack, unpack
 
 HERE = str(Path(__file__).parent)
 
@@ -97,34 +95,19 @@ def preloading(block: dict[str, Any]) -> dict[str, Any]:
     return block if light else {"venv_python": preloaded.python(), **block}
 
 
-class InProcess:
-    """A handler in the process of the service: only the way to it is shorter."""
+class Willing(Handler):
+    """A handler that always has room."""
 
-    def __init__(self, front: Front, service: Service):
-        self.app = create_app(service.settings, service)
-        self._front, self._answerer = front, Answerer(self.app, self._receive)
-        self._requests: dict[int, HttpRequest] = {}
-
-    def ask(self, request: HttpRequest) -> None:
-        self._requests[id(request)] = request
-        self._answerer.receive(unpack(pack(write_request(id(request), request))))
-
-    def cancel(self, request: HttpRequest) -> None:
-        self._answerer.receive({"cancel": id(request)})
-
-    def _receive(self, message: dict[str, Any]) -> None:
-        if "answer" in message:
-            headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in message["headers"]]
-            request = self._requests.pop(message["answer"])
-            self._front.answered(request, message["status"], headers, message["body"], message["route"])
+    working: Any = property(lambda self: None, lambda self, number: None)
 
 
 @asynccontextmanager
 async def serving(service: Service, listen: int = 0) -> AsyncGenerator[tuple[Front, str]]:
     """A started service, its front and its handler in this loop: the front, and its address."""
-    front = Front(service.settings)
-    handler = InProcess(front, service)
-    front.free = lambda _: cast(Any, handler)
+    front, loop = Front(service.settings), asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    await loop.create_unix_connection(partial(Willing, front), sock=ours)
+    await loop.create_unix_connection(partial(FrontLink, create_app(service.settings, service)), sock=theirs)
     await service.start()
     try:
         with socket.create_server(("127.0.0.1", listen)) as listener:

@@ -1,4 +1,4 @@
-"""Every sentence that `Backend` says, of each backend."""
+"""Every sentence that `MemoryBackend` says, of each backend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,11 +16,14 @@ from tests.serving.services import fake, in_loop, settings_of
 from vlmrm.conversation import Outcome
 from vlmrm.serving import backend as serving_backend
 from vlmrm.serving import memory_backend, redis_backend
-from vlmrm.serving.backend import Backend, Job, Overloaded, State, queues
+from vlmrm.serving.backend import Job, Overloaded, State, queues
 from vlmrm.serving.service import make_backend
 from vlmrm.serving.worker.channel import unpack
 
-Backends = Callable[..., AbstractAsyncContextManager[Backend]]
+if TYPE_CHECKING:
+    from vlmrm.serving.backend import Backend
+
+Backends = Callable[..., AbstractAsyncContextManager["Backend"]]
 
 
 @pytest.fixture(params=["memory", "redis"])

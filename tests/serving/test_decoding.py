@@ -95,7 +95,7 @@ async def test_a_decoder_that_cannot_load_leaves_images_served(tmp_path, redis_s
     shared = {"decode_args": arguments, **redis_server.settings}
     api_process = running(workers=False, **shared, limits=ATTENTIVE)
     async with api_process as (api, client), running(**shared, limits=TALKATIVE) as (_, worker):
-        await eventually(lambda: api.health("length").ready and api.decoder_health().failing)
+        await eventually(lambda: api.health("length").ready and api.state.decoder.failing)
         for one in (client, worker):
             ready = await one.get("/ready")
             decoder = (await one.get("/v1/status")).json()["decoder"]

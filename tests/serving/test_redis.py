@@ -82,7 +82,7 @@ async def test_a_silent_host_is_forgotten(redis_server):
 @in_loop
 async def test_an_answer_that_is_lost_loses_no_job(redis_server, monkeypatch):
     async with queues(1, redis_server.settings) as (queue,):
-        whole, lost = queue._script, ["cancel"]
+        whole, lost = queue._script, list[str]()
 
         async def losing(keys: Any, arguments: Any) -> Any:
             answer = await whole(keys, arguments)
@@ -92,10 +92,15 @@ async def test_an_answer_that_is_lost_loses_no_job(redis_server, monkeypatch):
             return answer
 
         monkeypatch.setattr(queue, "_script", losing)
-        unwanted = await queue.put(job("b"))
-        assert await queue.depth("length") == (1, job("b").size)
-        await queue.cancel(unwanted)
-        assert (await queue.status(unwanted)).state is State.cancelled
+        for operation in ("put", "cancel"):  # whose answer is lost, of two that wait for one result
+            unwanted = await queue.put(job("b"))
+            assert await queue.depth("length") == (1, job("b").size)
+            lost[:] = {"put", "cancel"} - {operation}
+            assert await queue.put(job("b")) == unwanted
+            await queue.cancel(unwanted)
+            assert (await queue.status(unwanted)).state is State.queued
+            await queue.cancel(unwanted)
+            assert (await queue.status(unwanted)).state is State.cancelled
         first = await queue.put(job("a"))
         [taken] = await queue.take("length", 1000)
         assert taken.id == first
@@ -104,7 +109,7 @@ async def test_an_answer_that_is_lost_loses_no_job(redis_server, monkeypatch):
         assert taken.attempts == 1
         await queue.finish(taken, [Outcome(1.0)], 0.1, "r1")
         assert (await queue.status(first)).outcomes == [Outcome(1.0)]
-        assert {"put", "take", "give_back", "finish"} <= set(lost)
+        assert {"put", "cancel", "take", "give_back", "finish"} <= set(lost)
 
 
 @in_loop

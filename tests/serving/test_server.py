@@ -165,7 +165,7 @@ def test_killed_handlers_and_fronts_are_replaced(tmp_path):
         kill("handler")
         gate.open()
         assert asked.result().json()["data"][0]["score"] == len(gate.prompt)  # of the one computation
-        kill("handlers")
+        kill("front")
         with httpx.Client(transport=httpx.HTTPTransport(retries=9)) as client:  # who waits is accepted by the next
             assert client.post(f"{url}/v1/rewards", json={"items": [{"prompt": "a"}]}, timeout=300).status_code == 200
 

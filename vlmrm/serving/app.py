@@ -9,7 +9,7 @@ import re
 import secrets
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
@@ -157,22 +157,10 @@ async def change_model(name: str, body: ModelRequest, request: Request) -> Model
     return await _operate(request, name, "change", body.model)
 
 
-@operators.post("/rollback")
-async def roll_back(name: str, request: Request) -> ModelState:
-    """Have the previous model compute the reward again, if its files are as they were."""
-    return await _operate(request, name, "rollback")
-
-
-@operators.post("/sleep")
-async def sleep(name: str, request: Request) -> ModelState:
-    """Free the accelerator's memory of the reward's workers; requests wait until it is woken."""
-    return await _operate(request, name, "sleep")
-
-
-@operators.post("/wake")
-async def wake(name: str, request: Request) -> ModelState:
-    """Bring the weights back, and go on."""
-    return await _operate(request, name, "wake")
+@operators.post("/{action}")
+async def act(name: str, action: Literal["rollback", "sleep", "wake"], request: Request) -> ModelState:
+    """Have the previous model compute the reward again, or free the accelerator's memory until it shall wake."""
+    return await _operate(request, name, action)
 
 
 async def _operate(request: Request, name: str, action: str, model: str = "") -> ModelState:

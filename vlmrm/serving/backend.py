@@ -1,4 +1,4 @@
-"""Define the queue of jobs and their results; `memory_backend` and `redis_backend` implement it."""
+"""The jobs of the queue and their results, which `memory_backend` or `redis_backend` keeps."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from vlmrm.conversation import Outcome
 from vlmrm.errors import VlmrmError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.worker.channel import pack
+
+if TYPE_CHECKING:
+    from vlmrm.serving.memory_backend import MemoryBackend
+    from vlmrm.serving.redis_backend import RedisBackend
+
+    Backend: TypeAlias = MemoryBackend | RedisBackend
 
 logger = logging.getLogger("vlmrm")
 
@@ -117,84 +123,11 @@ class QueueAway(VlmrmError):
 
 
 class Overloaded(QueueAway):
-    """The queue is full; its `pace` is of items a second, or 0."""
+    """The queue is full."""
 
-    def __init__(self, reward: str, items: int, size: int, total: int, pace: float):
+    def __init__(self, reward: str, items: int, size: int, total: int):
         full = f"the queue of {reward} is full, with {items} items in {size} bytes, {total} in all queues"
-        super().__init__(f"{full}: try again later.", min(max(items / 2 / pace, 1.0), 60.0) if pace else 1.0)
-
-
-class Backend(Protocol):
-    """A queue with bounds of its own for each reward; a job that is accepted ends exactly once, whatever happens."""
-
-    persistent: bool
-    """Whether the queue outlives this process, so that other processes finish what waits."""
-
-    errors: dict[str, str]
-    """What is wrong with work that `start` began and that goes on beside all calls, by what it is."""
-
-    async def start(self) -> None:
-        """Start, once and before any other call; a queue that is away is not waited for."""
-        return
-
-    async def stop(self) -> None:
-        """End what `start` began."""
-        return
-
-    async def put(self, job: Job) -> str:
-        """Accept a job and return its id, or that of an equal job: they share one result, and the later deadline.
-
-        A finished job is shared only if no item has an error, and its result is of one of the job's `revisions`.
-        """
-
-    async def take(self, queue: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
-        """Wait for jobs in one of the `queues` and take the first ones, up to `budget` tokens and at least one.
-
-        Jobs that were given back come first; one that a worker died with comes alone. Then goes the highest priority,
-        yet every `AGING_S` at most one batch begins with the one that has waited longest. Within a priority clients
-        share tokens by weight. Behind a job come those of its priority that share a prefix with it, and those of the
-        prefixes `cached`, which the worker computed lately. A job whose deadline has passed is failed.
-        """
-
-    async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float, revision: str) -> None:
-        """Store the result of a job that was taken, computed by this revision of its reward."""
-
-    async def fail(self, job: Job, error: str) -> None:
-        """Fail a job that was taken."""
-
-    async def requeue(self, jobs: Sequence[Job], blame: str | None) -> None:
-        """Queue jobs again, before others, that were taken and not scored.
-
-        With `blame`, what happened to their worker, it counts as an attempt of each: after the second it is failed.
-        """
-
-    async def status(self, job_id: str) -> Status | None:
-        """Return the status; None for a job that was never accepted, or has no result any longer."""
-
-    async def wait(self, job_id: str, timeout: float) -> Status | None:
-        """Return the status once the job is finished, or as it is after `timeout` seconds."""
-
-    async def cancel(self, job_id: str) -> bool:
-        """Cancel a job that waits and that no other request shares, and return whether it did."""
-
-    async def unfetched(self) -> Mapping[str, int]:
-        """Count by reward the jobs with a request that still waits for the result: it ends with this process."""
-
-    async def depth(self, reward: str) -> tuple[int, int]:
-        """Return how many jobs wait for a reward, and their bytes."""
-
-    async def save_record(self, name: str, record: dict[str, Any], ttl: float) -> None:
-        """Keep a protocol's record of a request, such as the ids of its jobs, for `ttl` seconds."""
-
-    async def load_record(self, name: str) -> dict[str, Any] | None:
-        """Return the record last saved under a name; None where there is none, or no longer."""
-
-    async def announce(self, process: str, health: dict[str, Any], ttl: float) -> None:
-        """Publish the health of a process's workers to all that share the queue, for `ttl` seconds."""
-        return
-
-    async def announcements(self) -> dict[str, dict[str, Any]]:
-        """Return the last announcement of each process by name."""
+        super().__init__(f"{full}: try again later.")
 
 
 async def repeat(

@@ -87,7 +87,6 @@ def _token(headers: Mapping[bytes, bytes]) -> bytes:
 class RequestContext:
     """What every step of a request may ask for; the moments are of `time.monotonic`, which all processes share."""
 
-    number: int = 0  # by which the core knows it
     id: str = ""
     client: Client = field(default_factory=Client)
     deadline: float = math.inf  # after which its client waits no longer

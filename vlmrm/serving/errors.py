@@ -67,6 +67,10 @@ class NotServing(VlmrmError):
     retry_after = 5.0
 
 
+class InternalError(VlmrmError):
+    """The service has a fault."""
+
+
 class TimedOut(VlmrmError):
     """The result did not come while the request waited."""
 
@@ -82,6 +86,7 @@ STATUS: dict[type[VlmrmError], int] = {
     CannotSwitch: 409,
     TooLarge: 413,
     RewardFailed: 500,
+    InternalError: 500,
     QueueAway: 503,
     NotServing: 503,
     TimedOut: 504,

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import logging
 import math
 import re
+import signal
+import socket
+import sys
 import time
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
 
+import uvloop
 from prometheus_client import generate_latest
 
 from vlmrm.errors import VlmrmError
 from vlmrm.serving import errors
 from vlmrm.serving.clients import Client, Clients
 from vlmrm.serving.errors import Busy, Forbidden, InvalidRequest, NotServing, TimedOut, TooLarge, Unauthorized
-from vlmrm.serving.http_server import HEADER_BYTES, Headers, HttpRequest
+from vlmrm.serving.http_server import HEADER_BYTES, Headers, HttpRequest, listening
+from vlmrm.serving.links import Link, LinkLost
 from vlmrm.serving.settings import LOOPBACK, Limits, ServiceSettings
-from vlmrm.serving.telemetry import RequestMetrics
+from vlmrm.serving.telemetry import RequestMetrics, log_lines
+from vlmrm.serving.worker.channel import die_with_parent
 from vlmrm.serving.worker_spec import DIGITS
-
-if TYPE_CHECKING:
-    from vlmrm.serving.handlers import HandlerProcess
 
 logger = logging.getLogger("vlmrm")
 
@@ -44,20 +49,21 @@ REVISION_HEADER = b"x-vlmrm-revision"  # in a request the one that it demands, i
 METHODS = ("POST", "PUT", "PATCH", "DELETE")  # that have a body
 DRAIN_S = 10.0  # for answers whose scores are there
 TRIES = 3  # handlers that may die with one request: those that were killed together do
+LARGE_BYTES = 2**20  # of a body that only the last handler takes, so that small ones never wait behind it
 REFUSALS_S = 1.0  # between two lines of the log about requests with a 503
 HEALTHY = json.dumps({"status": "ok"}).encode()
 
 
 class Front:
-    """All requests between their connection and a handler, which `free` returns while one has room."""
+    """All requests between their connection and a handler."""
 
     def __init__(self, settings: ServiceSettings):
         self.settings, self.limits = settings, settings.limits
         self.rewards = {reward.name for reward in settings.reward_args}
         self.metrics = RequestMetrics()
         self.admission = Admission(self.limits)
-        self.free: Callable[[HttpRequest], HandlerProcess | None] = lambda _: None
-        self._handlers: dict[HttpRequest, HandlerProcess] = {}
+        self.handlers: list[Handler] = []
+        self._answers: dict[HttpRequest, asyncio.Future[Any]] = {}  # to requests that a handler has
         self.clients = Clients(settings)
         self._refused, self._logged = 0, -math.inf  # requests with a 503 that have no line in the log, the last's time
 
@@ -100,11 +106,16 @@ class Front:
 
     def gone(self, request: HttpRequest) -> None:
         self.metrics.disconnects.inc()
-        if (handler := self._handlers.pop(request, None)) is not None:
-            handler.cancel(request)
+        if (answer := self._answers.get(request)) is not None:
+            answer.cancel()
         self._note(request, 0, "other")
 
     # Of handlers
+
+    def free(self, request: HttpRequest) -> Handler | None:
+        """Return a handler that has room."""
+        places = self.handlers[-1:] if len(request.body) > LARGE_BYTES else self.handlers
+        return next((one for one in places if one.working is None), None)
 
     def pump(self) -> None:
         """Give the next requests to handlers that have room."""
@@ -113,31 +124,34 @@ class Front:
                 late = "the deadline of the request passed before its turn came: ask again, with more time."
                 self.fail(request, TimedOut(late))
                 continue
-            self._handlers[request] = handler
             if request.path == "/metrics":  # the handler adds the core's
                 request.body = bytearray(generate_latest(self.metrics.registry))
-            handler.ask(request)
+            answer = self._answers[request] = handler.handle(request)
+            answer.add_done_callback(partial(self._answered, request))
 
-    def answered(self, request: HttpRequest, status: int, headers: Headers, body: bytes, route: str) -> None:
-        self._handlers.pop(request, None)
-        self._answer(request, status, headers, body, route)
-
-    def lost(self, handler: HandlerProcess) -> None:
-        """Have another handler take the requests of one that has died; what was queued for them is shared."""
-        for request in [one for one, its in self._handlers.items() if its is handler]:
-            del self._handlers[request]
+    def _answered(self, request: HttpRequest, answer: asyncio.Future[Any]) -> None:
+        """Answer as a handler says; another one takes the request of a handler that has died."""
+        del self._answers[request]
+        if answer.cancelled():
+            return
+        try:
+            said = answer.result()
+            headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in said["headers"]]
+            self._answer(request, said["status"], headers, said["body"], said["route"])
+        except VlmrmError as error:
+            self.fail(request, error)
+        except LinkLost:
             request.tries += 1
             if request.tries > TRIES or request.path.startswith(OPERATORS):
                 self.fail(request, NotServing("the process that handled the request has ended: ask again."))
-            else:
+            else:  # what was queued for it is shared
                 self.admission.push(request, refusable=False)
-        self.pump()
+                self.pump()
 
     async def drain(self) -> None:
         """Wait until requests that have come have their answers."""
-        end = time.monotonic() + DRAIN_S
-        while self._handlers and time.monotonic() < end:
-            await asyncio.sleep(0.02)
+        if self._answers:
+            await asyncio.wait(self._answers.values(), timeout=DRAIN_S)
 
     # Answers
 
@@ -248,6 +262,50 @@ def _deadline(headers: dict[bytes, bytes]) -> float:
     return time.monotonic() + seconds
 
 
+class Handler(Link):
+    """A handler that has connected, `working` on a request until that waits for something else, or is answered."""
+
+    def __init__(self, front: Front):
+        super().__init__(told=lambda message: self._released(message["release"]))
+        self._front, self._number = front, 0
+        self.working: int | None = 0  # the number of the request; 0 until it is ready
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._front.handlers.append(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._front.handlers.remove(self)
+        super().connection_lost(exc)
+
+    def handle(self, request: HttpRequest) -> asyncio.Future[Any]:
+        number = self._number = self.working = self._number + 1
+        answer = self.ask({"number": number, **write_request(request)})
+        answer.add_done_callback(lambda _: self._released(number))
+        return answer
+
+    def _released(self, number: int) -> None:
+        if number == self.working:
+            self.working = None
+            self._front.pump()
+
+
+def write_request(request: HttpRequest) -> dict[str, Any]:
+    """Return a request as a handler gets it; the moments are of a clock that all processes share."""
+    return {
+        "id": request.id,
+        "method": request.method,
+        "path": request.path,
+        "query": request.query,
+        "headers": b"\0".join(part for pair in request.headers for part in pair),
+        "body": request.body,
+        "client": asdict(request.client),
+        "peer": request.connection.peer,
+        "arrived": request.arrived,
+        "deadline": None if request.deadline == math.inf else request.deadline,
+    }
+
+
 # Whose turn it is ----------------------------------------------------------------------------------------------------
 
 # A request waits in the lane of its client and reward. It is refused where it would wait longer than `max_wait` by the
@@ -340,3 +398,35 @@ class Admission:
         if self._held[client] <= 0:
             del self._held[client]
             self._weights.pop(client, None)
+
+
+# Its process ---------------------------------------------------------------------------------------------------------
+
+
+async def run(settings: ServiceSettings, control: socket.socket, listener: socket.socket) -> None:
+    """Serve until SIGTERM; over `control` come sockets to handlers. Requests that have come have their answers."""
+    front, loop, stopping = Front(settings), asyncio.get_running_loop(), asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    log_lines(settings)
+    joining = set[asyncio.Task[Any]]()
+
+    def take() -> None:
+        _, files, *_ = socket.recv_fds(control, 1, 1)
+        for file in files:
+            link = loop.create_unix_connection(partial(Handler, front), sock=socket.socket(fileno=file))
+            joining.add(task := loop.create_task(link))
+            task.add_done_callback(joining.discard)
+
+    loop.add_reader(control, take)
+    async with listening(front, listener):
+        await stopping.wait()
+    await front.drain()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    gc.freeze()  # what was imported is never looked at again
+    start = json.load(sys.stdin)
+    uvloop.run(
+        run(ServiceSettings.model_validate(start["settings"]), *(socket.socket(fileno=int(it)) for it in sys.argv[1:]))
+    )

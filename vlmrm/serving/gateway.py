@@ -26,11 +26,11 @@ from vlmrm.serving.media import (
     MediaResolver,
     count_pixels,
     count_prefixes,
+    count_text,
     estimate_tokens,
 )
 from vlmrm.serving.replica import WorkerHealth
 from vlmrm.serving.settings import RewardSettings, ServiceSettings
-from vlmrm.serving.strict_json import count_text, too_much_text
 from vlmrm.serving.worker_spec import is_trained
 
 if TYPE_CHECKING:
@@ -97,10 +97,6 @@ class Gateway:
     async def written(self, inputs: Sequence[Input], write: Callable[[Input], Item]) -> list[Item | RowError]:
         """Return the item that `write` makes of each input, with its images by URL fetched, or why there is none."""
         items = [or_error(write, one) for one in inputs]
-        most = self.settings.limits.max_text_bytes
-        # What looks like base64 in the JSON was taken for a medium, and may be a text.
-        if current_request().body_bytes > most and count_text(items) > most:
-            raise InvalidRequest(too_much_text(most))
         if not self.fetcher.allowed:
             return items
         current_request().release()
@@ -134,6 +130,10 @@ class Gateway:
 
     def job(self, reward: str, items: Sequence[Item], priority: int = 0) -> Job:
         """Return items for a reward as a job; raises TooLarge."""
+        request, most = current_request(), self.settings.limits.max_text_bytes
+        if request.body_bytes > most and count_text(items) > most:
+            text = f"the texts of the request are over the limit max_text_bytes of {most}"
+            raise InvalidRequest(f"{text}: send fewer items at a time.")
         trained = is_trained(self.rewards[reward])  # whose scorer computes equal prompts and media once
         limit, max_pixels = self.settings.limits.max_total_pixels, self.info(reward).get("max_pixels")
         pixels, decoded = count_pixels(items, once=trained)
@@ -150,7 +150,6 @@ class Gateway:
             most = f"{max_items} items in {max_bytes} bytes"
             sent = f"a request of {len(items)} items in {job.size} bytes"
             raise TooLarge(f"{sent} is over what the queue can hold, {most}: send fewer at a time.")
-        request = current_request()
         client = request.client
         job.client, job.weight, job.wanted, job.request_id = client.name, client.weight, request.wanted, request.id
         carrier = dict[str, str]()

@@ -9,10 +9,10 @@ import resource
 import socket
 import time
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote
@@ -88,18 +88,13 @@ class Connection(asyncio.Protocol):
         self._whole = False  # the request has come to its end
         self._target, self._fields = b"", list[tuple[bytes, bytes]]()
         self._head = self._discarded = self._pieces = 0
-        self._transport: Any = None
-        self._ahead = bytearray()  # of the next request, which waits for the answer to this one
         self._writing: asyncio.TimerHandle | None = None
         self.idle_since = math.inf  # inf while a request is answered
 
     # Of asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        early, self._transport = self._transport, cast("asyncio.Transport", transport)
-        if early is not None:  # the loop has its own for it now
-            early.pass_on(self._transport)
-            return
+        self._transport = cast("asyncio.Transport", transport)
         if hasattr(transport, "max_size"):
             transport.max_size = READ_BYTES  # ty: ignore[invalid-assignment]
         address = transport.get_extra_info("peername")
@@ -121,10 +116,8 @@ class Connection(asyncio.Protocol):
             self._front.gone(request)
 
     def data_received(self, data: bytes) -> None:
-        if self._whole:
-            self._ahead += data
-            if len(self._ahead) > HEADER_BYTES:
-                self._transport.pause_reading()
+        if self._whole:  # the next request, before the answer to this one: its client sends it again
+            self._keeps = False
             return
         self._head += len(data)
         try:
@@ -148,7 +141,7 @@ class Connection(asyncio.Protocol):
     # Of httptools
 
     def on_message_begin(self) -> None:
-        if self._request is not None:  # the next one, in the same piece as the end of this: its client sends it again
+        if self._request is not None:  # the next one, in the same piece as the end of this
             self._keeps = False
             return
         self._target, self._fields = b"", []
@@ -232,14 +225,6 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         self._wait_for_head(KEEP_ALIVE_S)
-        if self._ahead:
-            data, self._ahead = bytes(self._ahead), bytearray()
-            self._transport.resume_reading()
-            self._loop.call_soon(self._resume, data)
-
-    def _resume(self, data: bytes) -> None:
-        if not self._transport.is_closing():
-            self.data_received(data)
 
     def _fail(self, error: VlmrmError) -> None:
         """Answer what is no request, and close."""
@@ -306,57 +291,6 @@ def _date(second: int) -> bytes:
     return formatdate(second, usegmt=True).encode()
 
 
-class _EarlyTransport:
-    """A socket that was just accepted: what can be answered at once is, and costs no further round of the loop."""
-
-    def __init__(self, accepted: socket.socket, address: Any):
-        accepted.setblocking(False)
-        self._socket, self._address = accepted, address
-        self._unsent, self._closing, self._gone = b"", False, False
-        self.data = b""
-
-    def received(self) -> bool:
-        """Read what has come with the connection into `data`."""
-        try:
-            self.data = self._socket.recv(READ_BYTES)
-            self._gone = not self.data
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._gone = True
-        return bool(self.data)
-
-    @property
-    def is_done(self) -> bool:
-        return self._gone or (self._closing and not self._unsent)
-
-    def write(self, data: bytes) -> None:
-        sent = 0
-        if not self._unsent:
-            with suppress(OSError):  # `pass_on` sends the rest, or learns that the client has gone
-                sent = self._socket.send(data)
-        self._unsent += data[sent:]
-
-    def pass_on(self, transport: asyncio.Transport) -> None:
-        if self._unsent:
-            transport.write(self._unsent)
-        if self._closing:
-            transport.close()
-
-    def close(self) -> None:
-        self._closing = True
-
-    def is_closing(self) -> bool:
-        return self._closing
-
-    def get_extra_info(self, name: str) -> Any:
-        return self._address
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
-
-
 @asynccontextmanager
 async def listening(front: Front, listener: socket.socket) -> AsyncGenerator[set[Connection]]:
     """Accept connections at a socket that listens; yields those that are open, and accepts no more in the end."""
@@ -367,18 +301,11 @@ async def listening(front: Front, listener: socket.socket) -> AsyncGenerator[set
     def accept() -> None:
         for _ in range(ACCEPTED):
             try:
-                accepted, address = listener.accept()
+                accepted, _ = listener.accept()
             except OSError:  # no other waits, or it has gone
                 return
-            connection, early = Connection(front, connections, limit), _EarlyTransport(accepted, address)
-            connection.connection_made(cast("asyncio.Transport", early))
-            if early.received():
-                connection.data_received(early.data)
-            if early.is_done:
-                connection.connection_lost(None)
-                accepted.close()
-                continue
-            tasks.add(task := loop.create_task(loop.connect_accepted_socket(lambda made=connection: made, accepted)))
+            made = partial(Connection, front, connections, limit)
+            tasks.add(task := loop.create_task(loop.connect_accepted_socket(made, accepted)))
             task.add_done_callback(tasks.discard)
 
     # Not the loop's own server: uvloop's accepts one connection in a round of the loop, and under overload the others,

@@ -255,6 +255,11 @@ def children(item: Any) -> Iterable[Any]:
     return item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
 
 
+def count_text(item: Any) -> int:
+    """Return the characters of all texts of items."""
+    return len(item) if isinstance(item, str) else sum(map(count_text, children(item)))
+
+
 def count_pixels(items: Any, *, once: bool = False) -> tuple[int, int]:
     """Return how many pixels items have in memory, and how many are decoded, by headers; equal media count `once`."""
     media = _media(items, once)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from cachetools import TLRUCache
 
 from vlmrm.conversation import Outcome
 from vlmrm.serving import backend
-from vlmrm.serving.backend import Backend, Job, Overloaded, State, Status, has_errors, queues
+from vlmrm.serving.backend import Job, Overloaded, State, Status, has_errors, queues
 from vlmrm.serving.settings import Limits
 
 FORGOTTEN = 1000  # clients without a job whose shares are remembered, above which only those ahead are
@@ -177,10 +176,14 @@ class _Entry:
         return not status.finished or (status.revision in job.revisions and not has_errors(status.outcomes or ()))
 
 
-class MemoryBackend(Backend):
-    """A `Backend` of one process. Above `max_results` results or records, the oldest is dropped before its time."""
+class MemoryBackend:
+    """A queue in one process, with bounds of its own for each reward; a job that is accepted ends exactly once.
 
-    persistent = False
+    What it says of its methods holds of `RedisBackend` as well. `errors` says what is wrong with what `start` began.
+    Above `max_results` results or records, the oldest is dropped before its time.
+    """
+
+    persistent = False  # whether the queue outlives this process, so that other processes finish what waits
 
     def __init__(self, limits: Limits, rewards: Mapping[str, tuple[int, int]] | None = None):
         self._limits = limits
@@ -192,13 +195,21 @@ class MemoryBackend(Backend):
         # By queue, the workers that wait for a job, and the prefixes that they have.
         self._idle: dict[str, dict[asyncio.Future[None], Collection[str]]] = defaultdict(dict)
         self._finished: OrderedDict[str, float] = OrderedDict()  # job id to when it finished, the oldest first
-        # By reward, when items were done and how many.
-        self._paces: dict[str, deque[tuple[float, int]]] = defaultdict(lambda: deque(maxlen=100))
         self._records: TLRUCache[str, tuple[float, dict[str, Any]]] = TLRUCache(  # ttl, record
             limits.max_results, ttu=lambda _, record, now: now + record[0], timer=lambda: time.monotonic()
         )
 
+    async def start(self) -> None:
+        """Start, once and before any other call; a queue that is away is not waited for."""
+
+    async def stop(self) -> None:
+        """End what `start` began."""
+
     async def put(self, job: Job) -> str:
+        """Accept a job and return its id, or that of an equal job: they share one result, and the later deadline.
+
+        A finished job is shared only if no item has an error, and its result is of one of the job's `revisions`.
+        """
         self._drop_old()
         equal = self._by_key.get(job.key, "")
         if (entry := self._entries.get(equal)) is not None and entry.is_shared(job):
@@ -217,6 +228,13 @@ class MemoryBackend(Backend):
         return job.id
 
     async def take(self, queue: str, budget: int, cached: Collection[str] = ()) -> list[Job]:
+        """Wait for jobs in one of the `queues` and take the first ones, up to `budget` tokens and at least one.
+
+        Jobs that were given back come first; one that a worker died with comes alone. Then goes the highest priority,
+        yet every `AGING_S` at most one batch begins with the one that has waited longest. Within a priority clients
+        share tokens by weight. Behind a job come those of its priority that share a prefix with it, and those of the
+        prefixes `cached`, which the worker computed lately. A job whose deadline has passed is failed.
+        """
         while True:
             batch = self._queues[queue].take(budget, cached)
             for job in batch.late:
@@ -238,13 +256,18 @@ class MemoryBackend(Backend):
                 del idle[woken]
 
     async def finish(self, job: Job, outcomes: Sequence[Outcome], seconds: float, revision: str) -> None:
-        self._paces[job.reward].append((time.monotonic(), job.count))
+        """Store the result of a job that was taken, computed by this revision of its reward."""
         self._finish(job, Status(State.done, outcomes=list(outcomes), seconds=seconds, revision=revision))
 
     async def fail(self, job: Job, error: str) -> None:
+        """Fail a job that was taken."""
         self._finish(job, Status(State.failed, error=error))
 
     async def requeue(self, jobs: Sequence[Job], blame: str | None) -> None:
+        """Queue jobs again, before others, that were taken and not scored.
+
+        With `blame`, what happened to their worker, it counts as an attempt of each: after the second it is failed.
+        """
         for job in jobs:
             entry = self._entries.get(job.id)
             if entry is None or entry.status.finished:
@@ -259,11 +282,13 @@ class MemoryBackend(Backend):
                 self._queue(job, returned=True)
 
     async def status(self, job_id: str) -> Status | None:
+        """Return the status; None for a job that was never accepted, or has no result any longer."""
         self._drop_old()
         entry = self._entries.get(job_id)
         return None if entry is None else entry.status
 
     async def wait(self, job_id: str, timeout: float) -> Status | None:
+        """Return the status once the job is finished, or as it is after `timeout` seconds."""
         entry = self._entries.get(job_id)
         if entry is None:
             return None
@@ -274,6 +299,7 @@ class MemoryBackend(Backend):
         return entry.status
 
     async def cancel(self, job_id: str) -> bool:
+        """Cancel a job that waits and that no other request shares, and return whether it did."""
         entry = self._entries.get(job_id)
         if entry is None or entry.status.finished:
             return False
@@ -285,21 +311,29 @@ class MemoryBackend(Backend):
         return True
 
     async def unfetched(self) -> Mapping[str, int]:
+        """Count by reward the jobs with a request that still waits for the result: it ends with this process."""
         self._drop_old()
         return Counter(entry.job.reward for entry in self._entries.values() if entry.waiters)
 
     async def depth(self, reward: str) -> tuple[int, int]:
+        """Return how many jobs wait for a reward, and their bytes."""
         both = [self._queues[name] for name in queues(reward)]
         return sum(map(len, both)), sum(queue.bytes for queue in both)
 
     async def save_record(self, name: str, record: dict[str, Any], ttl: float) -> None:
+        """Keep a protocol's record of a request, such as the ids of its jobs, for `ttl` seconds."""
         self._records[name] = ttl, record
 
     async def load_record(self, name: str) -> dict[str, Any] | None:
+        """Return the record last saved under a name; None where there is none, or no longer."""
         return self._records.get(name, (0.0, None))[1]
 
     async def announcements(self) -> dict[str, dict[str, Any]]:
+        """Return the last announcement of each process by name."""
         return {}  # there is no other process
+
+    async def announce(self, process: str, health: dict[str, Any], ttl: float) -> None:
+        """Publish the health of a process's workers to all that share the queue, for `ttl` seconds."""
 
     def _check_room(self, job: Job) -> None:
         both = [self._queues[name] for name in queues(job.reward)]
@@ -309,10 +343,7 @@ class MemoryBackend(Backend):
         total = sum(queue.bytes for queue in self._queues.values())
         items, size = has_items + job.count, has_bytes + job.size
         if items > max_items or size > max_bytes or total + job.size > self._limits.queue_bytes:
-            paces = self._paces[job.reward]
-            seconds = max(paces[-1][0] - paces[0][0], 1e-3) if len(paces) > 1 else math.inf
-            pace = sum(items for _, items in paces) / seconds
-            raise Overloaded(job.reward, has_items, has_bytes, total, pace)
+            raise Overloaded(job.reward, has_items, has_bytes, total)
 
     def _queue(self, job: Job, *, returned: bool = False) -> None:
         self._queues[job.queue].push(job, returned=returned)

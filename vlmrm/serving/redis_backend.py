@@ -64,7 +64,7 @@ REASONS: dict[type[Exception], str] = {
 
 
 class RedisBackend:
-    """A `Backend` of several processes; `redis_queue.lua` has the keys. While Redis is away, results are held."""
+    """`MemoryBackend` of several processes; `redis_queue.lua` has the keys. While Redis is away, results are held."""
 
     persistent = True
 
@@ -198,8 +198,7 @@ class RedisBackend:
         else:
             accepted, *reply = await self._run("put", *arguments, patience=PATIENCE_S)
         if not accepted:
-            items, size, total, pace = reply
-            raise Overloaded(job.reward, items, size, total, float(pace))
+            raise Overloaded(job.reward, *reply)
         return reply[0].decode()
 
     async def status(self, job_id: str) -> Status | None:
@@ -239,7 +238,8 @@ class RedisBackend:
                 del self._finished[job_id]
 
     async def cancel(self, job_id: str) -> bool:
-        return bool(await self._run("cancel", job_id, backend.CANCELLED, self._ttl, patience=PATIENCE_S))
+        arguments = (job_id, uuid.uuid4().hex, backend.CANCELLED, self._ttl)
+        return bool(await self._run("cancel", *arguments, patience=PATIENCE_S))
 
     async def unfetched(self) -> Mapping[str, int]:
         return {}  # any other process can return what is in Redis

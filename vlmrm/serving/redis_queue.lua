@@ -14,7 +14,7 @@
 --   P:running:QUEUE    sorted set: jobs that run, by the last sign of life of who has them
 --   P:waiting          hash: items, bytes and jobs that wait by reward, and the bytes of all; a counter
 --   P:taken:TOKEN      the jobs that one `take` returned, for a retry after a lost response
---   P:pace:REWARD:MINUTE  items done in that minute
+--   P:counted:TOKEN    that who shares a job, or leaves it, has been counted, for the same
 --   P:record:NAME      a protocol's record of a request
 --   P:hosts, P:beats   the health of each process's workers, and when it expires
 -- Channels: P:come carries the name of a queue that has a new job, P:over the id of a finished job.
@@ -26,7 +26,6 @@ local FIELDS = {'state', 'reward', 'line', 'receipt', 'items', 'bytes', 'cost', 
 
 local time = redis.call('TIME')
 local now = tonumber(time[1]) + tonumber(time[2]) / 1e6
-local minute = math.floor(now / 60)
 
 local function job_key(id) return P .. ':job:' .. id end
 
@@ -72,6 +71,12 @@ local function tag_of(job)
   local tag = redis.call('ZSCORE', class_key('clients', job), job.client)
     or redis.call('ZSCORE', class_key('shares', job), job.client) or 0
   return math.max(clock, tonumber(tag))
+end
+
+-- Change how many want a job, once for each token, however often its caller tries; return how many do.
+local function ask(id, change, token)
+  if redis.call('SET', P .. ':counted:' .. token, 1, 'NX', 'EX', 60) then redis.call('HINCRBY', job_key(id), 'asked', change) end
+  return tonumber(redis.call('HGET', job_key(id), 'asked'))
 end
 
 local function enqueue(job, returned)
@@ -245,7 +250,7 @@ function operations.put(id, key, reward, packed, items, cost, priority, remainin
       redis.call('PEXPIRE', job_key(equal), ttl)
       redis.call('PEXPIRE', P .. ':key:' .. key, ttl)
     else
-      redis.call('HINCRBY', job_key(equal), 'asked', 1)
+      ask(equal, 1, id)
     end
     local ends = job.state == 'queued' and job.deadline ~= ''
     if ends and (deadline == '' or tonumber(deadline) > tonumber(job.deadline)) then
@@ -257,9 +262,7 @@ function operations.put(id, key, reward, packed, items, cost, priority, remainin
   local has_items, has_bytes, total = tonumber(waiting[1] or 0), tonumber(waiting[2] or 0), tonumber(waiting[3] or 0)
   if has_items + items > tonumber(max_items) or has_bytes + #packed > tonumber(max_bytes)
       or total + #packed > tonumber(max_total) then
-    local pace = P .. ':pace:' .. reward .. ':'
-    local done = redis.call('MGET', pace .. minute, pace .. minute - 1)
-    return {0, has_items, has_bytes, total, tostring(((done[1] or 0) + (done[2] or 0)) / (60 + now - 60 * minute))}
+    return {0, has_items, has_bytes, total}
   end
   redis.call('HSET', job_key(id), 'reward', reward, 'key', key, 'packed', packed, 'items', items, 'bytes', #packed,
     'cost', cost, 'priority', priority, 'deadline', deadline, 'attempts', 0, 'asked', 1,
@@ -295,9 +298,6 @@ function operations.finish(id, outcomes, seconds, revision, shared, ttl)
   local job = read(id)
   if is_over(job) then return 0 end
   close(job, ttl, 'done', 'outcomes', outcomes, 'seconds', seconds, 'revision', revision, 'shared', shared)
-  local pace = P .. ':pace:' .. job.reward .. ':' .. minute
-  redis.call('INCRBY', pace, job.items)
-  redis.call('EXPIRE', pace, 180)
   return 1
 end
 
@@ -328,10 +328,10 @@ function operations.reclaim(queue, silence, ...)
   return #silent
 end
 
-function operations.cancel(id, cancelled, ttl)
+function operations.cancel(id, token, cancelled, ttl)
   local job = read(id)
   if not job.state or is_over(job) then return 0 end
-  if redis.call('HINCRBY', job_key(id), 'asked', -1) > 0 or job.state == 'running' then return 0 end
+  if ask(id, -1, token) > 0 or job.state == 'running' then return 0 end
   close(job, ttl, 'cancelled', 'error', cancelled)
   return 1
 end

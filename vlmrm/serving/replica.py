@@ -22,7 +22,7 @@ from cachetools import LRUCache
 from vlmrm.conversation import Outcome
 from vlmrm.errors import RowError
 from vlmrm.formats.wire import Item
-from vlmrm.serving.backend import NOT_SERVED, Backend, Job, QueueAway, queues
+from vlmrm.serving.backend import NOT_SERVED, Job, QueueAway, queues
 from vlmrm.serving.memory_backend import tokens_of
 from vlmrm.serving.telemetry import Metrics, trace_batch
 from vlmrm.serving.worker.channel import pack, redact_paths, unpack
@@ -30,6 +30,7 @@ from vlmrm.serving.worker_process import CannotLoad, RewardRaised, WorkerDied, W
 from vlmrm.serving.worker_spec import WorkerSpec, digest
 
 if TYPE_CHECKING:
+    from vlmrm.serving.backend import Backend
     from vlmrm.serving.service import Decoder
 
 logger = logging.getLogger("vlmrm")

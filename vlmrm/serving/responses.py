@@ -42,10 +42,9 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    app.add_exception_handler(VlmrmError, _vlmrm_error)
-    app.add_exception_handler(RequestValidationError, _validation_error)
-    app.add_exception_handler(StarletteHTTPException, _http_error)
-    app.add_exception_handler(FormParserError, _form_error)  # before 1.8, Starlette lets it through
+    # Before 1.8, Starlette lets the last one through.
+    for kind in (VlmrmError, RequestValidationError, StarletteHTTPException, FormParserError):
+        app.add_exception_handler(kind, _respond)
 
 
 def error_of(error: VlmrmError) -> ErrorDetail:
@@ -60,22 +59,34 @@ def response_to(error: VlmrmError) -> Response:
     return response
 
 
-async def _vlmrm_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, VlmrmError)
-    return response_to(error)
+async def _respond(request: Request, error: Exception) -> Response:
+    response = response_to(error if isinstance(error, VlmrmError) else _explained(request, error))
+    response.headers.update(getattr(error, "headers", None) or {})
+    return response
 
 
-async def _validation_error(request: Request, error: Exception) -> Response:
+def _explained(request: Request, error: Exception) -> InvalidRequest:
+    """Return an error of FastAPI or Starlette in the service's words."""
+    if isinstance(error, RequestValidationError):
+        return _validation_error(request, error)
+    if not isinstance(error, StarletteHTTPException):
+        return InvalidRequest(f"the form cannot be read: {error}.")
+    detail = str(error.detail)
+    if not isinstance(error, HTTPException):  # of Starlette, which reads forms
+        detail = PHRASES.get(error.status_code, f"the form cannot be read: {detail.rstrip('.')}.")
+    return InvalidRequest(detail, error.status_code)
+
+
+def _validation_error(request: Request, error: RequestValidationError) -> InvalidRequest:
     """Name the first error of the body, never its content, and how many more there are."""
-    assert isinstance(error, RequestValidationError)
     # FastAPI's locations begin with "body".
     errors = one_of_each([{**problem, "loc": problem["loc"][1:]} for problem in error.errors()], error.body)
     if errors[0]["type"] == "model_attributes_type" and "json" not in request.headers.get("content-type", "").lower():
-        return response_to(InvalidRequest("the body is no JSON: send it as Content-Type: application/json.", 422))
+        return InvalidRequest("the body is no JSON: send it as Content-Type: application/json.", 422)
     field = getattr(request.scope.get("route"), "body_field", None)
     kind = None if field is None else model_in(field.field_info.annotation)
     more = f", and {len(errors) - 1} more" if errors[1:] else ""
-    return response_to(InvalidRequest(f"{describe_errors(errors, kind)}{more}.", 422))
+    return InvalidRequest(f"{describe_errors(errors, kind)}{more}.", 422)
 
 
 def one_of_each(errors: Sequence[Any], body: Any) -> list[Any]:
@@ -96,17 +107,3 @@ def one_of_each(errors: Sequence[Any], body: Any) -> list[Any]:
             kept["msg"] += f" or {kind}"
     outer = {place[:length] for place in found for length in range(len(place))}
     return [error for place, error in found.items() if place not in outer]
-
-
-async def _form_error(request: Request, error: Exception) -> Response:
-    return response_to(InvalidRequest(f"the form cannot be read: {error}."))
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, StarletteHTTPException)
-    detail = str(error.detail)
-    if not isinstance(error, HTTPException):  # of Starlette, which reads forms
-        detail = PHRASES.get(error.status_code, f"the form cannot be read: {detail.rstrip('.')}.")
-    response = response_to(InvalidRequest(detail, error.status_code))
-    response.headers.update(error.headers or {})
-    return response

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from vlmrm.errors import ConfigError
 from vlmrm.logs import start_log
-from vlmrm.serving.core_links import FrontProcess
 from vlmrm.serving.http_server import BACKLOG, GC_THRESHOLDS
+from vlmrm.serving.processes import Processes
 from vlmrm.serving.service import Service
 from vlmrm.serving.settings import RewardSettings, load_settings, validate_settings
 from vlmrm.serving.telemetry import LineFormatter, export_spans
@@ -88,24 +88,18 @@ def raise_file_limit() -> None:
 
 def listen(host: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise ConfigError(f"host {host} cannot be resolved ({error.strerror}): use 127.0.0.1 or 0.0.0.0.") from error
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(address)
+        return socket.create_server(address, family=family, backlog=BACKLOG)
     except OSError as error:
-        listener.close()
         reason = f"{host}:{port} cannot be listened at ({error.strerror}): choose another host or port."
         if error.errno == errno.EADDRINUSE:
             reason = f"port {port} of {host} is in use: choose another with --port, or 0 for any free one."
         elif error.errno == errno.EADDRNOTAVAIL:
             reason = f"host {host} is no address of this machine: use 127.0.0.1 or 0.0.0.0."
         raise ConfigError(reason) from error
-    listener.listen(BACKLOG)
-    listener.setblocking(False)
-    return listener
 
 
 async def run(service: Service, listener: socket.socket, *, requests: bool = True) -> str | None:
@@ -124,9 +118,9 @@ async def run(service: Service, listener: socket.socket, *, requests: bool = Tru
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
-    front = FrontProcess(service, listener, requests)
+    processes = Processes(service, listener, requests)
     await service.start()
-    await front.start()
+    await processes.start()
     gc.collect()
     gc.freeze()  # what was imported is never looked at again
     gc.set_threshold(*GC_THRESHOLDS)
@@ -142,7 +136,7 @@ async def run(service: Service, listener: socket.socket, *, requests: bool = Tru
         logger.info("Stopping: accepted requests are finished first; a second signal ends the service at once")
     finally:
         await service.drain(DRAIN_S, fetched=True)
-        await front.stop()
+        await processes.stop()
         await service.stop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.remove_signal_handler(number)

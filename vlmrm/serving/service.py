@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anyio import move_on_after
 from cachetools import LRUCache
@@ -18,7 +18,7 @@ from prometheus_client import generate_latest
 from vlmrm.conversation import Outcome
 from vlmrm.errors import RowError
 from vlmrm.formats.wire import Item
-from vlmrm.serving.backend import EXPIRED, NOT_SERVED, Backend, Job, QueueAway, State, Status, repeat
+from vlmrm.serving.backend import EXPIRED, NOT_SERVED, Job, QueueAway, State, Status, repeat
 from vlmrm.serving.errors import NotServed, NotServing, RewardFailed, TimedOut
 from vlmrm.serving.memory_backend import MemoryBackend
 from vlmrm.serving.replica import Replica, WorkerHealth, WorkerRegistry
@@ -26,6 +26,9 @@ from vlmrm.serving.settings import OTHER, DecodeSettings, Limits, RewardSettings
 from vlmrm.serving.telemetry import Metrics
 from vlmrm.serving.versions import Versions
 from vlmrm.serving.worker_spec import WorkerSpec, worker_specs
+
+if TYPE_CHECKING:
+    from vlmrm.serving.backend import Backend
 
 logger = logging.getLogger("vlmrm")
 
@@ -115,10 +118,6 @@ class Service:
 
     def health(self, name: str) -> WorkerHealth:
         return self.registry.health(name)
-
-    def decoder_health(self) -> WorkerHealth | None:
-        """Return the health of the decoders of latents; None where none is configured."""
-        return None if self.settings.decode_args is None else self.health(DECODER)
 
     @property
     def state(self) -> CoreState:

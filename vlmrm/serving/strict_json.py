@@ -18,8 +18,6 @@ from vlmrm.serving.errors import InvalidRequest
 from vlmrm.serving.settings import Limits
 from vlmrm.settings import describe_errors
 
-BASE64 = re.compile(r"[A-Za-z0-9+/]*={0,2}")
-SHORT = 64  # characters, of which no image is made
 MANY_KEYS = 4096  # of one object, each of which may be an error of its own
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -45,8 +43,6 @@ def strict_json(body: bytes, limits: Limits) -> Any:
         raise InvalidRequest(_problem(body, bare, error)) from error
     if _keys(value, limits) < bare.count(b":"):  # the parser keeps the last of equal keys
         json.loads(body, object_pairs_hook=_unique)
-    if len(body) > limits.max_text_bytes and count_text(value, besides=is_medium) > limits.max_text_bytes:
-        raise InvalidRequest(too_much_text(limits.max_text_bytes))
     return value
 
 
@@ -100,23 +96,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise InvalidRequest(f"the JSON has the key {twice[:60]!r} twice in one object: send it once.")
     return content
-
-
-def too_much_text(limit: int) -> str:
-    return f"the texts of the request are over the limit max_text_bytes of {limit}: send fewer items at a time."
-
-
-def is_medium(text: str) -> bool:
-    """Return whether a text may be a medium, in base64 or as a data URI."""
-    return text[:5].lower() == "data:" or (len(text) > SHORT and BASE64.fullmatch(text) is not None)
-
-
-def count_text(value: Any, besides: Callable[[str], bool] = lambda text: False) -> int:
-    """Return the characters of all texts of a tree, without those `besides`."""
-    if isinstance(value, str):
-        return 0 if besides(value) else len(value)
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return sum(count_text(part, besides) for part in parts)
 
 
 Entry = TypeVar("Entry")

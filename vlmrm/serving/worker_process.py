@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ from anyio.to_thread import run_sync
 
 from vlmrm.conversation import Outcome
 from vlmrm.formats.wire import read_outcome
-from vlmrm.serving.worker.channel import LENGTHS, pack, unpack
+from vlmrm.serving.links import Link, LinkLost
 from vlmrm.serving.worker_spec import WorkerSpec, revision_of, weights_on_disk
 
 T = TypeVar("T")
@@ -42,47 +43,47 @@ class RewardRaised(Exception):
     """The reward raised an error; the process goes on."""
 
 
-async def open_process(python: str) -> tuple[Process, asyncio.StreamReader, asyncio.StreamWriter]:
-    """Return a worker's process, started by `python`, and the service's end of its channel."""
-    local, remote = socket.socketpair()
-    # Only this process and its child have the channel, so that nobody else can forge a result; options, which may
-    # hold secrets, go through it and not through the command line.
-    with remote:
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(python, str(WORKER), str(remote.fileno())),
-                pass_fds=[remote.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                env={name: value for name, value in os.environ.items() if name not in SECRETS + LAUNCHER},
-                start_new_session=True,  # Ctrl-C is the service's to handle
-            )
-        except OSError as error:
-            local.close()
-            raise WorkerDied(f"cannot be started: {python}: {error.strerror}") from error
-    return process, *await asyncio.open_connection(sock=local)
-
-
 class WorkerProcess:
     """A worker's process. Where it `prepares` batches, side by side, it computes them as they are prepared.
 
     `died` is done once the process is gone, or no longer of use, and whenever WorkerDied is raised.
     """
 
-    def __init__(self, spec: WorkerSpec, process: Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-        self.spec, self.process, self._reader, self._writer = spec, process, reader, writer
+    def __init__(self, spec: WorkerSpec, process: Process):
+        self.spec, self.process = spec, process
         self.revision = ""
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        # By the number of what was sent: its response, and which come before it once it is prepared.
-        self._responses: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._prepared: dict[int, asyncio.Future[list[asyncio.Future[Any]]]] = {}
-        self._computed: list[asyncio.Future[Any]] = []  # responses of what is prepared, in order
-        self._last_message: float | None = None  # when it came; None until the reward is loaded
-        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
-        self._number = 0
+        self._link = Link(told=self._note)
+        self._stages: dict[int, dict[str, asyncio.Future[Any]]] = {}  # of what was sent: whether it is prepared, begun
+        self._numbers = itertools.count()
+        self._heard: float | None = None  # when it last was alive; None until the reward is loaded
+        self._tasks: list[asyncio.Task[None]] = []
         self.info: dict[str, Any] = {}
         self.sleeps = False  # whether `control` knows "sleep" and "wake"
         self.prepares = False
         self.computed: dict[str, float] = {}  # by its own count since it was loaded
+
+    @staticmethod
+    async def open(spec: WorkerSpec) -> WorkerProcess:
+        """Return a process with a channel that only it and the service have, so that nobody else forges a result."""
+        local, remote = socket.socketpair()
+        # Options, which may hold secrets, go through the channel and not through the command line.
+        with remote:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(spec.python, str(WORKER), str(remote.fileno())),
+                    pass_fds=[remote.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env={name: value for name, value in os.environ.items() if name not in SECRETS + LAUNCHER},
+                    start_new_session=True,  # Ctrl-C is the service's to handle
+                )
+            except OSError as error:
+                local.close()
+                raise WorkerDied(f"cannot be started: {spec.python}: {error.strerror}") from error
+        worker = WorkerProcess(spec, process)
+        await asyncio.get_running_loop().create_unix_connection(lambda: worker._link, sock=local)
+        worker._tasks = [asyncio.create_task(worker._wait_for_end()), asyncio.create_task(worker._watch())]
+        return worker
 
     @staticmethod
     async def start(spec: WorkerSpec) -> WorkerProcess:
@@ -91,7 +92,7 @@ class WorkerProcess:
         worker = None
         try:
             before = await run_sync(files, abandon_on_cancel=True)
-            worker = WorkerProcess(spec, *await open_process(spec.python))
+            worker = await WorkerProcess.open(spec)
             start = {"engine": spec.path, "options": spec.options, "path": spec.import_from}
             message = await worker._ask(start, spec.load_timeout, "did not load in time")
             if message["kind"] != "ready":
@@ -128,7 +129,7 @@ class WorkerProcess:
         """End the process, by force where it does not end by itself."""
         for task in self._tasks:
             task.cancel()
-        self._writer.close()
+        self._link.close()
         try:
             # A process that has died is being killed already; a live one ends when it sees the closed channel, unless
             # it is in the middle of a batch, which nobody waits for.
@@ -141,49 +142,42 @@ class WorkerProcess:
         self, message: Mapping[str, Any], timeout: float, late: str, prepared: asyncio.Future[Any] | None = None
     ) -> dict[str, Any]:
         """Return the response; kill the process and raise `late` where a step takes over `timeout` seconds."""
-        number, loop = self._number, asyncio.get_running_loop()
-        self._number += 1
-        response = self._responses[number] = loop.create_future()
-        prepared = self._prepared[number] = prepared or loop.create_future()
+        number, loop = next(self._numbers), asyncio.get_running_loop()
+        prepared, begun = prepared or loop.create_future(), loop.create_future()
+        self._stages[number] = {"prepared": prepared, "begun": begun}
+        answer = self._link.ask({**message, "id": number})
         try:
-            try:
-                self._writer.write(pack({**message, "id": number}))
-                await self._writer.drain()
-            except OSError as error:
-                self._end(f"closed its channel ({error.strerror})")
-            await self._within(timeout, late, response, prepared)
-            for one in prepared.result() if prepared.done() else ():
-                await asyncio.wait({one, self.died}, return_when=asyncio.FIRST_COMPLETED)
-            await self._within(timeout, late, response)
-            if response.result()["kind"] == "failed":
-                raise RewardRaised(response.result()["error"])
-            return response.result()
+            await self._within(timeout, late, answer, prepared, begun)
+            await asyncio.wait({answer, begun}, return_when=asyncio.FIRST_COMPLETED)  # others are computed before
+            await self._within(timeout, late, answer)
+            if answer.result()["kind"] == "failed":
+                raise RewardRaised(answer.result()["error"])
+            return answer.result()
+        except LinkLost:
+            raise WorkerDied(await self.died) from None
         finally:
-            del self._responses[number], self._prepared[number]
+            answer.cancel()
+            del self._stages[number]
 
     async def _within(self, timeout: float, late: str, *awaited: asyncio.Future[Any]) -> None:
         """Wait until one of these is done; kill the process and raise `late` where that takes over `timeout`."""
-        await asyncio.wait({*awaited, self.died}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        if not any(one.done() for one in awaited):
+        done, _ = await asyncio.wait(awaited, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
             self._end(late)
             raise WorkerDied(self.died.result())
 
-    async def _listen(self) -> None:
-        try:
-            while True:
-                lengths = await self._reader.readexactly(LENGTHS.size)
-                message = unpack(lengths + await self._reader.readexactly(sum(LENGTHS.unpack(lengths))))
-                self._last_message = time.monotonic()
-                if message["kind"] == "prepared":
-                    self._computed = [one for one in self._computed if not one.done()]
-                    _settle(self._prepared.get(message["id"]), list(self._computed))
-                    self._computed += filter(None, [self._responses.get(message["id"])])
-                elif message["kind"] != "beat":
-                    _settle(self._responses.get(message["id"]), message)
-        except (asyncio.IncompleteReadError, OSError):
+    def _note(self, message: dict[str, Any]) -> None:
+        """Note a sign of life, or that something is prepared or begun."""
+        self._heard = time.monotonic()
+        if message["kind"] != "beat":
+            _settle(self._stages.get(message["id"], {}).get(message["kind"]), None)
+
+    async def _wait_for_end(self) -> None:
+        error = await self._link.lost
+        if error is None or isinstance(error, OSError):
             code = await self.process.wait()
             _settle(self.died, f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}")
-        except Exception as error:
+        else:
             self._end(f"sent what is no message ({type(error).__name__})")
 
     async def _watch(self) -> None:
@@ -193,7 +187,7 @@ class WorkerProcess:
             await asyncio.sleep(self.spec.silence / 10)
             if time.monotonic() - before > self.spec.silence / 2:  # this process was stopped itself: heartbeats wait
                 continue
-            if self._last_message is not None and time.monotonic() - self._last_message > self.spec.silence:
+            if self._heard is not None and time.monotonic() - self._heard > self.spec.silence:
                 self._end(f"was silent for {self.spec.silence:g} s")
 
     def _end(self, reason: str) -> None:

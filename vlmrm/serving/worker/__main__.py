@@ -40,11 +40,13 @@ def main(descriptor):
     except Exception as error:
         # By name, as vlmrm's own class may not be importable here. A wrong configuration stays wrong: no restart.
         permanent = any(kind.__name__ in ("ConfigError", "CheckpointError") for kind in type(error).__mro__)
-        channel.send({"kind": "broken", "id": start["id"], "error": describe(error, secrets), "permanent": permanent})
+        broken = {"kind": "broken", "error": describe(error, secrets), "permanent": permanent}
+        channel.send({"reply": start["ask"], "result": broken})
         return
     info = redact(getattr(engine, "info", {}), secrets)
     sleeps, prepares = hasattr(engine, "sleep") and hasattr(engine, "wake"), hasattr(engine, "prepare")
-    channel.send({"kind": "ready", "id": start["id"], "info": info, "sleeps": sleeps, "prepares": prepares})
+    ready = {"kind": "ready", "info": info, "sleeps": sleeps, "prepares": prepares}
+    channel.send({"reply": start["ask"], "result": ready})
     threading.Thread(target=send_heartbeats, args=[channel], daemon=True).start()
     # The main thread computes, as some libraries ask for it.
     batches = queue.SimpleQueue()
@@ -52,12 +54,13 @@ def main(descriptor):
     while (batch := batches.get()) is not None:
         message, prepared = batch
         started = time.monotonic()
+        channel.send({"kind": "begun", "id": message["id"]})
         done = run(engine, message, prepared, secrets)
         try:
-            channel.send({**done, "id": message["id"]})
+            channel.send({"reply": message["ask"], "result": done})
         except (TypeError, ValueError) as error:  # `extra` holds something that no message can carry
             described = describe(error, secrets, message.get("requests", ()))
-            channel.send({"kind": "failed", "id": message["id"], "error": described})
+            channel.send({"reply": message["ask"], "result": {"kind": "failed", "error": described}})
         del batch, message, prepared, done  # before the next comes
         if time.monotonic() - started > LONG_S:
             give_memory_back()
@@ -68,6 +71,8 @@ def receive(engine, channel, batches):
     try:
         with contextlib.suppress(OSError):  # the service has gone
             while (message := channel.receive()) is not None:
+                if "ask" not in message:  # nobody waits for an answer any more: the service has given up this process
+                    continue
                 threading.Thread(target=prepare, args=[engine, channel, batches, message], daemon=True).start()
     finally:
         batches.put(None)
