@@ -10,7 +10,7 @@ from vlmrm import cli
 from vlmrm.conversation import Comparison, Image, Judgement, Message, Video
 from vlmrm.errors import DataError, RowError
 from vlmrm.evaluation.public import benchmark
-from vlmrm.evaluation.rulers import RULERS, block, meaning, read_rulers
+from vlmrm.evaluation.rulers import RULERS, meaning, read_rulers
 
 COLOURS = ("red", "blue", "green", "white")
 
@@ -149,7 +149,6 @@ def test_a_benchmark_is_scored_by_its_own_rule():
     public = benchmark("vl-rewardbench")
     readings = read_rulers(rows, public)
     assert readings[0].figures["macro"].value == 1
-    assert block(readings)["longer"]["figures"]["overall"]["value"] == 1
 
 
 def test_unreadable_rows_are_left_out_and_named(tmp_path, caplog):
@@ -171,8 +170,5 @@ def test_the_verb_audits_files_and_local_benchmarks(tmp_path, capsys):
     assert "longer" in (printed := capsys.readouterr().out) and "100.0 (" in printed and "12 pairs" in printed
     copy = [{**row, "id": i, "subset": "mt-bench-easy"} for i, row in enumerate(rows)]
     (tmp_path / "filtered.json").write_text(json.dumps(copy))
-    cli.app(
-        ["rulers", str(tmp_path / "filtered.json"), "--benchmark", "rewardbench", "--json"],
-        result_action="return_value",
-    )
-    assert json.loads(capsys.readouterr().out)["longer"]["figures"]["chat"]["value"] == 1
+    cli.app(["rulers", str(tmp_path / "filtered.json"), "--benchmark", "rewardbench"], result_action="return_value")
+    assert "RewardBench: 12 pairs" in capsys.readouterr().out

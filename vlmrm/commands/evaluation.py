@@ -208,7 +208,6 @@ def rulers(
     image_root: str | None = None,
     columns: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     limit: int | None = None,
-    json_output: Annotated[bool, Parameter(name="--json", negative="")] = False,
 ) -> None:
     """Audit a set of preferences: what length, position, images, and models blind to images or question score.
 
@@ -219,14 +218,13 @@ def rulers(
         image_root: Folder of relative image paths. Default: the folder of the file that names them.
         columns: Columns that have other names in the data, as NAME=COLUMN (images=file_name prompt=query).
         limit: Take only so many rows, chosen at random.
-        json_output: Print one JSON object.
     """
     from vlmrm.data.arguments import DataArguments
     from vlmrm.data.columns import parse_columns
     from vlmrm.data.comparisons import iterate_comparisons, load_comparisons
     from vlmrm.evaluation.public import benchmark as named
     from vlmrm.evaluation.public import load_benchmark
-    from vlmrm.evaluation.rulers import block, format_rulers, read_rulers
+    from vlmrm.evaluation.rulers import format_rulers, read_rulers
 
     reading = DataArguments(
         image_root=image_root, columns=parse_columns(columns), max_eval_samples=limit, bad_rows="skip"
@@ -240,4 +238,4 @@ def rulers(
             raise ConfigError("--benchmark says what is read: give at most its local copy, no columns and no split.")
         public, rows = named(benchmark), load_benchmark(benchmark, next(iter(data), None), reading)
     readings = read_rulers(iterate_comparisons(rows), public)
-    say(json.dumps(block(readings), indent=2) if json_output else format_rulers(readings, public))
+    say(format_rulers(readings, public))

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_matrix, hstack, vstack
@@ -283,23 +283,6 @@ def format_rulers(readings: Sequence[RulerResult], public: Benchmark | None = No
     pairs = max((it.accuracy.n for it in readings if it.accuracy is not None), default=0)
     title = "" if public is None else f"{public.title}: "
     return "\n".join([f"{title}{pairs:,} pairs, percent with 95% intervals", *table, "", *meaning(readings)])
-
-
-def block(readings: Sequence[RulerResult]) -> dict[str, dict[str, Any]]:
-    """Return the readings by ruler as JSON has them, null for a figure that there is not."""
-    return {
-        it.name: {
-            "reads": it.reads,
-            "verdict": it.verdict,
-            "accuracy": None if it.accuracy is None else _plain(it.accuracy),
-            "figures": {name: _plain(figure) for name, figure in it.figures.items()},
-        }
-        for it in readings
-    }
-
-
-def _plain(figure: Estimate) -> dict[str, float | None]:
-    return {name: None if np.isnan(value) else value for name, value in figure._asdict().items()}
 
 
 def meaning(readings: Sequence[RulerResult]) -> list[str]:
