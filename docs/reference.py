@@ -133,7 +133,6 @@ EVALUATION = {
     "What to measure": ("interventions", "intervention_sample", "group_by", "train_data"),
     "Choosing the best": (
         "metric_for_best",
-        "one_standard_error",
         "fail_under",
         "save_normalization",
     ),

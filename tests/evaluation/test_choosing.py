@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 
 from vlmrm.errors import ConfigError
@@ -55,29 +54,6 @@ def test_rows_without_the_figure_are_left_out():
         by_agreement.require(rows)
     with pytest.raises(ConfigError, match="accuracy/easy: choose one of accuracy/hard"):
         Criterion("accuracy/easy").require([row(2, preference_accuracy=(0.5, 0.1))])
-
-
-@pytest.mark.parametrize(("metric", "sign"), [("preference_accuracy", 1), ("loss", -1)])
-def test_within_one_standard_error_the_earliest_is_best(metric, sign):
-    values = {10: 0.70, 20: 0.79, 30: 0.82, 40: 0.80}
-    rows = [row(step, **{metric: (sign * value, 0.03)}) for step, value in values.items()]
-    assert names(Criterion(metric, one_standard_error=True).ranked(rows)) == ["20", "30", "40", "10"]
-    # A plain oracle over random curves.
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        curve, errors = rng.normal(size=8), rng.uniform(0, 1, size=8)
-        rows = [row(i, **{metric: (sign * v, e)}) for i, (v, e) in enumerate(zip(curve, errors, strict=True))]
-        top = int(np.argmax(curve))
-        expected = next(i for i in range(8) if curve[i] >= curve[top] - errors[top])
-        assert names(Criterion(metric, one_standard_error=True).ranked(rows))[0] == str(expected)
-
-
-def test_an_unknown_standard_error_chooses_nothing():
-    rows = [row(1, preference_accuracy=(0.5, math.nan))]
-    criterion = Criterion(one_standard_error=True)
-    assert criterion.ranked(rows) == []
-    with pytest.raises(ConfigError, match="fewer than two clusters"):
-        criterion.require(rows)
 
 
 @pytest.mark.parametrize(

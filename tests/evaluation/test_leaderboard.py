@@ -134,7 +134,7 @@ def test_the_newest_of_two_figures_counts_with_notice(tmp_path):
 
 
 def test_the_best_of_each_evaluation_may_stand_alone(tmp_path):
-    best = {"metric": "preference_accuracy", "one_standard_error": False, "value": 1.0, "model": "runs/fair"}
+    best = {"metric": "preference_accuracy", "value": 1.0, "model": "runs/fair"}
     best |= {"checkpoint": "checkpoint-1", "path": "runs/fair/checkpoint-1", "without_luck": None}
     path = write_results(tmp_path / "a", [frame_of(model, 1) for model in MODELS], best=best)
     assert [line.model for line in leaderboard([path], best_only=True).lines] == ["runs/fair/checkpoint-1"]

@@ -169,7 +169,7 @@ def results_beside(
     chosen = None
     if best is not None:
         chosen = {name: rows[best][name] for name in ("model", "checkpoint", "path")}
-        chosen |= {"metric": "loss", "one_standard_error": False, "value": 0.5} | fields.pop("how", {})
+        chosen |= {"metric": "loss", "value": 0.5} | fields.pop("how", {})
     content = {"schema_version": SCHEMA_VERSION, "settings": {}, "leakage": None, "best": chosen, "results": rows}
     (folder / f"{name}.json").write_text(dump_results(cast("Any", content | fields)))
     pd.concat(frames).to_parquet(folder / f"{name}.scores.parquet")
@@ -199,11 +199,6 @@ def chosen(*sources: Path) -> tuple[str, str]:
 def test_the_best_checkpoint_is_the_sweep_s(tmp_path):
     frames = [scored(90, skill=skill, step=step) for step, skill in ((100, 0.5), (200, 4.0))]
     assert chosen(results_beside(tmp_path, "mine", frames, best=0)) == ("checkpoint-100", "best by loss")
-    how = {"metric": "average_margin", "one_standard_error": True}
-    assert chosen(results_beside(tmp_path, "mine", frames, best=0, how=how)) == (
-        "checkpoint-100",
-        "the earliest within one standard error of the best by average margin",
-    )
     mine = results_beside(tmp_path, "mine", frames, best=None)
     assert chosen(mine) == ("checkpoint-200", "best by preference accuracy")
 

@@ -74,7 +74,6 @@ def test_the_best_is_by_the_requested_metric(run_folder, data, monkeypatch, caps
     assert without_luck["low"] <= without_luck["value"] <= without_luck["high"]
     assert written == {
         "metric": "loss",
-        "one_standard_error": False,
         "value": least["loss"],
         "model": "run",
         "checkpoint": least["checkpoint"],

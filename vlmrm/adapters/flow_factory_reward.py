@@ -40,9 +40,7 @@ class _FlowFactoryReward:
         super().__init__(config, accelerator)  # ty: ignore[too-many-positional-arguments]
         extra = dict(config.extra_kwargs)
         if "deadline" in extra:
-            raise ConfigError(
-                f"reward {config.name}: deadline: Flow-Factory itself waits for its rewards: leave it out."
-            )
+            raise ConfigError(f"reward {config.name}: deadline: Flow-Factory itself waits for rewards: leave it out.")
         gathered = extra.pop("gathered_fields", None) or ()
         if isinstance(gathered, str) or not set(gathered) <= {"condition_images", "condition_videos"}:
             raise ConfigError(

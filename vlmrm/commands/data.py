@@ -26,9 +26,7 @@ RECENT = 8  # processed images and videos that are kept: the answers of a row sh
 
 @dataclass
 class CheckArguments:
-    model_name_or_path: str | None = key(
-        None, "Checkpoint whose tokens to count; without it lengths are in characters."
-    )
+    model_name_or_path: str | None = key(None, "Checkpoint whose tokens to count; without it lengths are characters.")
     media_sample: int | None = key(None, "Open the images of only so many rows, chosen at random. Default: of all.")
 
 

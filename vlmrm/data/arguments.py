@@ -50,9 +50,7 @@ class DataArguments:
     split_seed: int = key(0, "Seed of the held-out split and of sampling rows.")
     max_train_samples: int | None = key(None, "Use at most so many training rows.")
     max_eval_samples: int | None = key(None, "Use at most so many evaluation rows.")
-    image_root: str | None = key(
-        None, "Folder of relative image paths. Default: the folder of the file that names them."
-    )
+    image_root: str | None = key(None, "Folder of relative image paths. Default: that of the file that names them.")
     columns: Columns | str | None = field(
         default=None,
         metadata={

@@ -117,9 +117,6 @@ class EvaluationArguments(ComputeArguments):
         "`image_reliance` or `groupwise_accuracy`; `accuracy/CATEGORY`; or `benchmark/NAME`. Of several data "
         "sets it is the mean, or with SET:FIGURE the figure of one.",
     )
-    one_standard_error: bool = key(
-        False, "Choose the earliest checkpoint of the best one's training that is within one standard error of it."
-    )
     fail_under: float | None = key(None, "Exit with status 6 when the best checkpoint's `metric_for_best` is below.")
     save_normalization: bool = key(
         True,
@@ -141,8 +138,6 @@ class EvaluationArguments(ComputeArguments):
             raise ConfigError(
                 "model_dirs is missing: name at least one training output folder or checkpoint, or another scorer."
             )
-        if self.scorer and self.one_standard_error:
-            raise ConfigError("one_standard_error is about checkpoints of a training, and scorer names others.")
         check_least(self, 1, "intervention_sample", "eval_batch_size")
         if not self.output_file.endswith(".csv"):
             raise ConfigError(f"output_file is {self.output_file}: it must end in .csv (the .json goes beside it).")
@@ -150,7 +145,7 @@ class EvaluationArguments(ComputeArguments):
     def _check_choice(self) -> None:
         """Check the keys by which the best checkpoint is chosen, before anything is scored."""
         figure = split_metric(self.metric_for_best)[1]
-        criterion = Criterion(figure, self.one_standard_error)
+        criterion = Criterion(figure)
         if self.fail_under is not None:
             if not criterion.higher_is_better:
                 raise ConfigError(

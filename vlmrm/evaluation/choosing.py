@@ -42,13 +42,11 @@ def split_metric(metric: str) -> tuple[str | None, str]:
 class Criterion:
     """The criterion by which the checkpoints of a sweep are compared.
 
-    With `one_standard_error` the one with the fewest steps is chosen of those of the same training within one standard
-    error of the best (Breiman et al., Classification and Regression Trees, 1984, section 3.4.3). Of a suite the mean
-    over `sets` is compared. They have no clusters in common, so that its error is that of independent figures.
+    Of a suite the mean over `sets` is compared. They have no clusters in common, so that its error is that of
+    independent figures.
     """
 
     metric: str = ACCURACY  # a figure of `measures.analysis`, `accuracy/CATEGORY` or `benchmark/NAME`
-    one_standard_error: bool = False
     sets: tuple[str, ...] = ()
 
     def __post_init__(self):
@@ -94,27 +92,18 @@ class Criterion:
     def ranked(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows that have the figure, the best first; of equal ones the one with fewer steps.
 
-        Empty where no row has it, or its standard error is needed and unknown: `require` raises the reason.
+        Empty where no row has it: `require` raises the reason.
         """
         having = [row for row in rows if not row["error"] and not math.isnan(self.number(row, "value"))]
         sign = -1 if self.higher_is_better else 1
         names = [(row["model"], row["checkpoint"]) for row in having]
-        losses, errors = ([self.number(row, part) for row in having] for part in ("value", "standard_error"))
-        order = self._order([sign * value for value in losses], errors, names)
-        if self.one_standard_error and order and math.isnan(errors[order[0]]):
-            return []
+        order = self._order([sign * self.number(row, "value") for row in having], names)
         return [having[i] for i in order]
 
-    def _order(self, losses: Sequence[float], errors: Sequence[float], names: Sequence[tuple[str, str]]) -> list[int]:
+    def _order(self, losses: Sequence[float], names: Sequence[tuple[str, str]]) -> list[int]:
         """Return the numbers of checkpoints of these (model, checkpoint) names, the one to choose first."""
         steps = [math.inf if (step := step_of(name)) is None else step for _, name in names]
-        order = sorted(range(len(losses)), key=lambda i: (losses[i], steps[i]))
-        if not self.one_standard_error or not order or math.isnan(errors[order[0]]):
-            return order
-        best = order[0]
-        within = (i for i in order if names[i][0] == names[best][0] and losses[i] <= losses[best] + errors[best])
-        first = min(within, key=steps.__getitem__)
-        return [first, *(i for i in order if i != first)]
+        return sorted(range(len(losses)), key=lambda i: (losses[i], steps[i]))
 
     def best(self, rows: Sequence[Row], frame: pd.DataFrame | None = None) -> Best | None:
         """Return the first of `ranked`, in the form of the results file.
@@ -132,7 +121,6 @@ class Criterion:
         row = ranked[0]
         return {
             "metric": self.label,
-            "one_standard_error": self.one_standard_error,
             "value": self.number(row, "value"),
             "without_luck": None if honest is None else honest._asdict(),
             "model": row["model"],
@@ -152,15 +140,14 @@ class Criterion:
         )
         if not parts or not len(by) == len(reported) == len(parts):
             return None
-        estimates = [figure.estimate(PairArrays(part).clusters) for figure, part in by]
-        errors = [np.nan_to_num(estimate.standard_error) for estimate in estimates]  # of one cluster there is none
+        values = np.array([figure.influence().value for figure, _ in by])
         names = [(str(part["model"].iloc[0]), str(part["checkpoint"].iloc[0])) for part in parts]
         sign = -1 if self.higher_is_better else 1
 
         def pick(values: np.ndarray) -> int:
-            return self._order((sign * values).tolist(), errors, names)[0]
+            return self._order((sign * values).tolist(), names)[0]
 
-        figure, part = reported[pick(np.array([estimate.value for estimate in estimates]))]
+        figure, part = reported[pick(values)]
         if len(parts) == 1:
             return figure.estimate(PairArrays(part).clusters)
         measured, choosing = ([contributions(f, p["cluster"]) for f, p in each] for each in (reported, by))
@@ -177,10 +164,6 @@ class Criterion:
             except ConfigError as error:
                 where = f"on {name} {error}; metric_for_best SET:FIGURE chooses by one set" if name else str(error)
                 raise ConfigError(where) from None
-        raise ConfigError(
-            f"one_standard_error needs the standard error of {self.metric}, which fewer than two clusters do not "
-            "give: evaluate on more."
-        )
 
     def _by_set(self, row: Any) -> dict[str | None, Row]:
         return {name: row["sets"][name] for name in self.sets} or {None: row}

@@ -84,18 +84,8 @@ def distil(
 ) -> Distilled:
     """Have scorers judge the answers of each row, and write the rows with these judgements in the canonical form.
 
-    The answers so far are in `OUTPUT.answers`, from which a later run goes on. Equal rows are written once.
-
-    Args:
-        scorers: As the key `scorer` of an evaluation names them.
-        data: Files, folders, patterns or hub ids of answers; judgements in them are left out.
-        output: The new file, .jsonl.
-        limit: Only the first rows, to see what they cost.
-        batch_rows: Rows that a scorer is asked about at a time.
-
-    Raises:
-        ConfigError: for an output that exists and was not written here, or a scorer that cannot be opened.
-        DataError: when no row has an answer of every scorer.
+    The answers so far are in `OUTPUT.answers`, from which a later run goes on. Equal rows are written once. Raises
+    ConfigError for an output that was not written here, DataError when no row has an answer of every scorer.
     """
     check_output(output)
     answers = Answers(output.with_name(f"{output.name}.answers"))

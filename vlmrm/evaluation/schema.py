@@ -87,7 +87,6 @@ class Best(TypedDict):
     """The checkpoint that `metric` chooses, with its value there."""
 
     metric: str
-    one_standard_error: bool
     value: Number
     without_luck: NotRequired[Figures | None]  # as new prompts would show it, None where it cannot be known
     model: str

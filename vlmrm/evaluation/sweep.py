@@ -197,7 +197,7 @@ def _listed(unread: Mapping[str, str]) -> str:
 
 def criterion_of(args: EvaluationArguments, rows: Sequence[Any], sets: tuple[str, ...] = ()) -> Criterion:
     """Return the criterion by which one set chooses, or the mean of several."""
-    asked = Criterion(split_metric(args.metric_for_best)[1], args.one_standard_error, sets)
+    asked = Criterion(split_metric(args.metric_for_best)[1], sets)
     return asked.for_rows(rows) if args.fail_under is None else asked
 
 

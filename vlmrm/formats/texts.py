@@ -49,9 +49,7 @@ def fill(messages: Sequence[Message], images: Sequence[Any] = (), videos: Sequen
     for kind, media in given.items():
         slots = sum(medium.kind == kind and medium.reference is None for medium in media_of(filled))
         if slots > len(media):
-            raise RowError(
-                f"the text asks for more {kind}s than the row has ({len(media)}): check its `{kind}s` column"
-            )
+            raise RowError(f"the text asks for more {kind}s than the row has ({len(media)}): check `{kind}s`")
         if slots and slots < len(media):
             raise RowError(f"the row has {len(media) - slots} more {kind}(s) than its text has places for")
         unplaced += [] if slots else map(KINDS[kind], media)

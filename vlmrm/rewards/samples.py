@@ -251,9 +251,7 @@ def _call_fields(model: BaseRewardModel, samples: Samples) -> list[str]:
     for names in required_columns(model):
         for position, index in enumerate(samples.indices):
             if not samples.broken(position) and not any(samples.has(name, position) for name in names):
-                raise ContractError(
-                    f"sample {index} has no {' or '.join(names)}, which this reward needs: give it one."
-                )
+                raise ContractError(f"sample {index} has no {' or '.join(names)}, which this reward needs: give one.")
     positions = range(len(samples))
     return [name for name in accepted_fields(model, samples.columns) if any(samples.has(name, n) for n in positions)]
 

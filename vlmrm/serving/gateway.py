@@ -139,9 +139,7 @@ class Gateway:
         pixels, decoded = count_pixels(items, once=trained)
         if pixels > limit:
             what = f"the images and frames of a request are {pixels} pixels"
-            raise TooLarge(
-                f"{what}, over the limit max_total_pixels of {limit}: send fewer at a time, or smaller ones."
-            )
+            raise TooLarge(f"{what}, over the limit max_total_pixels of {limit}: send fewer, or smaller ones.")
         cost, prefixes = count_prefixes(items, max_pixels) if trained else (estimate_tokens(items, max_pixels), {})
         cost += decoded // DECODED_PIXELS
         job = Job.of(reward, items, cost=cost, prefixes=prefixes, priority=priority, slow=decoded > SLOW_PIXELS)

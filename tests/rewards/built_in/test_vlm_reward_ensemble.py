@@ -62,5 +62,5 @@ def test_the_ensemble_reward_is_mean_minimum_or_penalised(members, scores):
 
 def test_one_model_is_no_ensemble(members):
     for paths in (members[:1], [members[0], members[0]]):
-        with pytest.raises(ConfigError, match="two different checkpoints"):
+        with pytest.raises(ConfigError, match="two or more that differ"):
             rewards(paths)

@@ -265,9 +265,8 @@ def _criterion(best: Best | None, sets: Collection[str | None]) -> tuple[Criteri
         return Criterion(), "best by preference accuracy"
     named, figure = split_metric(best["metric"])
     chosen_here = named in sets if named is not None else not best["metric"].startswith(MEAN)
-    within = "the earliest within one standard error of the " if best["one_standard_error"] else ""
-    reason = f"{within}best by {best['metric'].replace('_', ' ')}"
-    return Criterion(figure, best["one_standard_error"]) if chosen_here else None, reason
+    reason = f"best by {best['metric'].replace('_', ' ')}"
+    return Criterion(figure) if chosen_here else None, reason
 
 
 def percent(value: float) -> str:

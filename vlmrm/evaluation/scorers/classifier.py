@@ -60,9 +60,7 @@ class _Classifier(ConversationScorer):
     def __init__(self, entry: ClassifierEntry, run: SweepRun):
         super().__init__(entry.path, run)
         if run.data_args.min_pixels or run.data_args.max_pixels:
-            raise ConfigError(
-                f"{entry.path} resizes images as its processor says: leave min_pixels and max_pixels out."
-            )
+            raise ConfigError(f"{entry.path} resizes images itself: leave min_pixels and max_pixels out.")
         if run.data_args.overlong == "trim":
             raise ConfigError(f"{entry.path} cannot trim what is too long: choose overlong: drop or error.")
         attention = None if run.args.attn_implementation == "auto" else resolve_attention(run.args.attn_implementation)

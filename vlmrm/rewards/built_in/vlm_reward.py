@@ -256,9 +256,7 @@ class VlmRewardEnsemble(PointwiseRewardModel):
         extra = {name: value for name, value in config.extra_kwargs.items() if name not in ("model_paths", "combine")}
         paths = config.extra_kwargs.get("model_paths")
         if not isinstance(paths, (list, tuple)) or len(paths) < 2 or len({str(path) for path in paths}) < len(paths):
-            raise ConfigError(
-                f"reward {config.name}: model_paths is {paths!r}: list two different checkpoints or more."
-            )
+            raise ConfigError(f"reward {config.name}: model_paths is {paths!r}: list two or more that differ.")
         self.least = choice(config, "combine", "mean", COMBINATIONS) == "min"
         extra.setdefault("transform", "normalized")
         self.members = [
