@@ -57,6 +57,11 @@ def test_scorers_judge_as_raters_and_are_asked_once(here):
         assert len(run(judge, "python:distil_scorers.length")) == 3 and len(server.bodies) == 6
 
 
+def test_a_rater_alone_is_kept_by_name(here):
+    [[rating], _] = run("python:distil_scorers.length")
+    assert rating == Judgement((0, 1), (1.0, 3.0), "rating", rater="python:distil_scorers.length")
+
+
 def test_what_has_no_answer_is_left_out_and_said(here, capsys):
     Path("more.jsonl").write_text(
         '{"prompt": "Say", "responses": ["broken", "a"]}\n{"prompt": "So", "response": "b"}\n'

@@ -17,6 +17,8 @@ from vlmrm import load_scorer
 from vlmrm.batching import ComparisonCollator
 from vlmrm.batching.collator import CRITICISE
 from vlmrm.conversation import Comparison, Judgement, Message
+from vlmrm.data.arguments import DataArguments
+from vlmrm.data.comparisons import load_comparisons
 from vlmrm.errors import ConfigError, RowError
 from vlmrm.modeling import batcher_for, load_for_training
 from vlmrm.modeling.published_weights import read_language_head
@@ -77,18 +79,19 @@ def test_critiques_have_the_gradient_of_the_language_model(tiny_checkpoint, batc
 
 def rows(folder, **columns):
     row = {"prompt": "Which colour?", "chosen": "It is red.", "rejected": "blue"}
-    written = [row | {"images": [square(folder, 6 * i)]} | columns for i in range(4)]
+    written = [row | {"images": [square(folder, 6 * i)], "prompt": f"{i}?"} | columns for i in range(4)]
     return write_rows(folder / "rows.jsonl", written)
 
 
 def test_a_training_learns_to_criticise_and_saves_a_reward(train_here, tmp_path):
     data = rows(tmp_path, critique=["It is right.", None])
-    train_here(
-        data, critique_weight=0.5, max_steps=20, learning_rate=1e-2, save_steps=20, use_irrelevant_queries=False
-    )
+    keys = {"max_steps": 20, "learning_rate": 1e-2, "save_steps": 20, "use_irrelevant_queries": False}
+    train_here(data, critique_weight=0.5, eval_fraction=0.3, **keys)
     state = json.loads((tmp_path / "out/checkpoint-20/trainer_state.json").read_text())
     losses = [entry["loss_critique"] for entry in state["log_history"] if "loss_critique" in entry]
     assert len(losses) == 20 and losses[-1] < losses[0] / 2
+    held_out = load_comparisons([str(tmp_path / "out/held_out.jsonl")], arguments=DataArguments(critique_weight=1.0))
+    assert [row["comparison"].critiques for row in held_out] == [("It is right.", None)] * len(held_out) != []
     with safe_open(tmp_path / "out/final/model.safetensors", "pt") as weights:
         assert not any("lm_head" in name or "language_head" in name for name in weights.keys())  # noqa: SIM118
     assert len(load_scorer(tmp_path / "out/final").score_groups([("Which colour?", ["It is red."])])) == 1
@@ -98,4 +101,4 @@ def test_critiques_that_nobody_wrote_are_refused(train_here, tmp_path):
     with pytest.raises(ConfigError, match="no row of 4 has a critique: map its column"):
         train_here(rows(tmp_path), critique_weight=1.0)
     with pytest.raises(RowError, match="`critique` is no text for each of 2 answers"):
-        train_here(rows(tmp_path, critique="It is right."), critique_weight=1.0)
+        train_here(rows(tmp_path, critique={"chosen": "It is right.", "rejected": "No."}), critique_weight=1.0)

@@ -64,10 +64,13 @@ def calibrate(*words: Words) -> None:
     if helped("calibrate", summary, words, "CHECKPOINT --dataset_path FILE ..."):
         return
     from vlmrm.evaluation.sweep import sweep
+    from vlmrm.modeling.checkpoint import no_checkpoint
     from vlmrm.modeling.manifest import read_reward_file, scale_in
 
-    if not words or not Path(words[0]).is_dir() or read_reward_file(words[0]) is None:
+    if not words or words[0].startswith("-"):
         raise ConfigError("there is nothing to calibrate: name the folder of a checkpoint first, and --dataset_path.")
+    if not Path(words[0]).is_dir() or read_reward_file(words[0]) is None:
+        raise no_checkpoint(words[0], "there is no reward_model.json in it")
     with TemporaryDirectory(prefix="vlmrm-scale-") as folder:
         fixed = ["--interventions", "none", "--output_file", f"{folder}/scale.csv"]
         [row] = sweep(["--model_dirs", *words, *fixed]).rows
@@ -146,7 +149,7 @@ def distil(
     Args:
         scorers: Who judges: what the key scorer of vlmrm eval takes; several are raters of the same answers.
         data: Files, folders, patterns or hub ids of answers; judgements in them are left out.
-        output: The new file, .jsonl; the answers so far go beside it, and a later run goes on from them.
+        output: A .jsonl file, written anew each time; the answers so far stay beside it, and are not asked again.
         split: Split of hub data sets and save_to_disk folders.
         image_root: Folder of relative image paths. Default: the folder of the file that names them.
         columns: Columns that have other names in the data, as NAME=COLUMN (images=file_name prompt=query).

@@ -21,6 +21,7 @@ from typing import Any
 import PIL.Image
 
 from vlmrm.conversation import Comparison, Messages
+from vlmrm.data.columns import CRITIQUE
 from vlmrm.data.comparisons import iterate_readable
 from vlmrm.data.media import encoded_media, png_of
 from vlmrm.data.rows import read_row, with_row_id
@@ -61,7 +62,8 @@ def write_row(comparison: Comparison, store: Store = lambda reference, kind: ref
     for pair in (True, False):
         with suppress(RowError):
             row = _row(comparison, pair, lambda reference, kind: reference)
-            if canonical(read_row(row, comparison.id, lambda it: it, outputs=None)) == comparison:
+            again = read_row(row, comparison.id, lambda it: it, outputs=None, critiques=bool(comparison.critiques))
+            if canonical(again) == comparison:
                 return _row(comparison, pair, store)
     raise RowError("the canonical form cannot express it: see docs/data.md", comparison.id)
 
@@ -77,7 +79,7 @@ def _row(comparison: Comparison, pair: bool, store: Store) -> dict[str, Any]:
     judgement, values, answers = comparison.judgement, comparison.ratings, [*map(written, comparison.answers)]
     # One judgement that columns of scores or ranks say in full.
     plain = len(comparison.judgements) == 1 and judgement.kind in ("preference", "rating")
-    plain = plain and len(answers) > 1 and judgement.dimension is None
+    plain = plain and len(answers) > 1 and judgement.dimension is judgement.rater is None
     ranked = plain and judgement.kind == "preference"
     if pair and ranked and comparison.is_pair():
         row |= {"chosen": answers[0], "rejected": answers[1], "tie": True if values[0] == values[1] else None}
@@ -88,7 +90,7 @@ def _row(comparison: Comparison, pair: bool, store: Store) -> dict[str, Any]:
         row |= {"margin": judgement.margin, "weight": None if judgement.weight == 1 else judgement.weight}
     else:
         row["judgements"] = [asdict(it) for it in comparison.judgements]
-    row["category"] = comparison.category
+    row |= {"category": comparison.category, CRITIQUE: [*comparison.critiques] or None}
     if both := sorted(row.keys() & comparison.columns.keys()):
         raise RowError(f"its column `{both[0]}` is one of the canonical form: rename it", comparison.id)
     return {name: value for name, value in {**row, **comparison.columns}.items() if value is not None}

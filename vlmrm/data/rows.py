@@ -59,7 +59,7 @@ def read_row(
     layouts = LAYOUTS_TO_SCORE if outputs is not None and outputs.named else LAYOUTS
     comparison = _read(row, row_id, resolve, layouts, True, outputs)
     if critique is not None:
-        texts = (critique,) if isinstance(critique, str) else tuple(critique)
+        texts = tuple(critique) if isinstance(critique, (list, tuple)) else (critique,)
         if len(texts) != len(comparison.answers) or not all(isinstance(it, str | None) for it in texts):
             count = len(comparison.answers)
             raise RowError(f"`{CRITIQUE}` is no text for each of {count} answers: write a list of them", comparison.id)

@@ -149,7 +149,7 @@ def _ask(
             if done == run.args.eval_batch_size < len(missing):
                 each = (time.monotonic() - started) / done
                 spent = scorer.origin().get("scorer", {})
-                tokens = ", ".join(f"{int(spent[it]) // done:,} {it} each" for it in TOKENS if it in spent)
+                tokens = "".join(f", {int(spent[it]) // done:,} {it} each" for it in TOKENS if it in spent)
                 left = duration(each * (len(missing) - done))
                 logger.info("%s: %d took %s; %s left%s", entry.path, done, duration(each * done), left, tokens)
         return name

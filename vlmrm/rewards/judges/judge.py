@@ -324,9 +324,7 @@ def read_sample_settings(
         config = replace(config, extra_kwargs={**given, **request.decides})
     settings = read_settings(cls, config)
     if settings.replies > 1 and settings.temperature == 0:
-        raise ConfigError(
-            f"{where}: replies is {settings.replies}, but at temperature 0 all are one: raise it above 0."
-        )
+        raise ConfigError(f"{where}: replies is {settings.replies}, but at temperature 0 all are one: raise that.")
     return settings, request
 
 
