@@ -185,7 +185,7 @@ async def test_a_service_fault_tells_only_the_request_id(caplog, monkeypatch):
         client.headers = {"X-Request-ID": "mine-1"}
         answer = await rewards(client, "a")
     assert answer.status_code == 500 and answer.headers["x-request-id"] == "mine-1"
-    assert answer.json()["error"]["message"] == "the service failed: its log says more of this request's id."
+    assert answer.json()["error"]["message"] == "the service failed: its log says more of this id."
     assert "'NoneType' object is not callable" in caplog.text
 
 

@@ -67,7 +67,8 @@ class Link(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are none by their class
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.lost.set_result(exc)
+        if not self.lost.done():  # else who waited for it was cancelled
+            self.lost.set_result(exc)
         for task in self._answering.values():
             task.cancel()
         for answer in self._asked.values():
@@ -112,9 +113,7 @@ class Link(asyncio.Protocol):
             reply = {"error": write_error(error)}
         except Exception:
             logger.exception("a request broke the service", extra={"fields": {"request_id": current_request().id}})
-            reply = {
-                "error": write_error(InternalError("the service failed: its log says more of this request's id."))
-            }
+            reply = {"error": write_error(InternalError("the service failed: its log says more of this id."))}
         finally:
             del self._answering[number]
         self.tell({"reply": number, **reply})
