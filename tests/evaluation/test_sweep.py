@@ -8,6 +8,8 @@ import os
 import shutil
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -22,8 +24,9 @@ from vlmrm.evaluation import evaluate as evaluate_module
 from vlmrm.evaluation import sweep as sweep_module
 from vlmrm.evaluation.schema import load_results
 from vlmrm.evaluation.scorers import checkpoint as checkpoint_module
-from vlmrm.evaluation.sweep import sweep
-from vlmrm.modeling import checkpoint_digest
+from vlmrm.evaluation.sweep import checkpoints_of, sweep
+from vlmrm.modeling import checkpoint_digest, write_complete
+from vlmrm.modeling.manifest import TRAINING_LOCK
 
 
 @pytest.fixture
@@ -317,3 +320,17 @@ def test_a_public_benchmark_is_scored_beside_published_figures(run_folder, here,
     assert float(read_csv()[0]["benchmark/overall"]) == row["preference_accuracy"]
     printed = capsys.readouterr().err
     assert "checkpoint-9" in printed and "GPT-4o" in printed
+
+
+def test_a_sweep_beside_training_skips_unfinished_checkpoints(tmp_path, caplog):
+    one, two = both = [tmp_path / f"checkpoint-{step}" for step in (1, 2)]
+    for folder in both:
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    write_complete(one, world_size=1, step=1)
+    args: Any = SimpleNamespace(checkpoint_pattern="checkpoint-*")
+    assert checkpoints_of(str(tmp_path), args) == both  # of a download, no one knows whether it is whole
+    (tmp_path / TRAINING_LOCK).touch()
+    with caplog.at_level("WARNING", "vlmrm"):
+        assert checkpoints_of(str(tmp_path), args) == [one]
+    assert f"{two} is left out" in caplog.text

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.runs import SHORT, write_rows
 from vlmrm import cli
 from vlmrm.errors import CheckpointError, ConfigError, RowError
+from vlmrm.export import export
 from vlmrm.modeling import load_checkpoint, load_for_training
 from vlmrm.modeling.published_import import import_reward
 from vlmrm.modeling.published_layouts import LAYOUTS
@@ -104,6 +105,16 @@ def test_training_starts_from_the_trained_head(made, tmp_path, batching):
     train({**keys, "output_dir": str(tmp_path / "lora"), "use_peft": True})
     adapted = load_checkpoint(tmp_path / "lora/final", check_sight=False)
     assert not torch.equal(adapted.model.score.weight, imported["score.weight"])
+
+
+def test_what_others_cannot_compute_is_not_exported(made, tmp_path):
+    with pytest.raises(CheckpointError, match="a bias"):
+        export(made(SKYWORK)[1], tmp_path / "exported")
+    folder = shutil.copytree(made(SWIFT)[1], tmp_path / "text", ignore=shutil.ignore_patterns("COMPLETE.json"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"reward_positions": "text"}))
+    with pytest.raises(CheckpointError, match="the positions of text"):
+        export(folder, tmp_path / "exported")
 
 
 @pytest.fixture

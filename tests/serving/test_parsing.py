@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from tests.serving.services import fake, in_loop, running
+from vlmrm.data.media import png_of
 from vlmrm.errors import RowError
 from vlmrm.formats.rollouts import read_openrlhf_query
 from vlmrm.formats.texts import JSON_VALUES, read_text
@@ -36,6 +39,15 @@ async def test_every_protocol_takes_large_texts_up_to_limits(path, body):
                 path, content=body("abcd" * length).encode("latin-1"), headers=headers
             )  # as base64 may be
             assert answer.status_code < 500 and ("max_text_bytes" in answer.text) == refused, answer.text[:200]
+
+
+@in_loop
+async def test_media_are_no_texts():
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8)
+    picture = f"data:image/png;base64,{base64.b64encode(png_of(Image.fromarray(noise))).decode()}"
+    async with running(fake("one", "fake_reward.Anything"), limits={"max_text_bytes": 1000}) as (_, client):
+        answer = await client.post("/v1/rewards", json={"items": [{"prompt": "a", "image": picture}]})
+        assert len(picture) > 10_000 and answer.status_code == 200, answer.text[:200]
 
 
 def test_json_within_a_text_has_a_value_limit():

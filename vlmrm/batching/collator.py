@@ -315,20 +315,16 @@ class ComparisonCollator:
         budget = self.max_tokens_per_batch
         pieces = [list(range(len(rendered)))]
         if budget is not None and not whole:
-            cut = (
-                self.batcher.cut(rendered, budget)
-                if len(self.outputs.branches) == 1
-                else self.split([[it] for it in rendered])
-            )
+            apart = len(self.outputs.branches) > 1  # branches of one conversation stay in one piece
+            cut = self.split([[it] for it in rendered]) if apart else self.batcher.cut(rendered, budget)
             pieces = cut if len(cut) > 1 else pieces
         parts = [branches_of(rendered[i] for i in piece) for piece in pieces]
+        sizes = [self.batcher.size(branches_of(rendered)), *map(self.batcher.size, parts)] if len(parts) > 1 else [0]
         return {
             "inputs": [self.batcher(part) for part in parts],
             # The inverse permutation: where score i of the part stands among the forwards' scores.
             "order": torch.tensor([i for piece in pieces for i in piece]).argsort(),
-            "cut": (self.batcher.size(branches_of(rendered)), sum(map(self.batcher.size, parts)))
-            if len(parts) > 1
-            else (0, 0),
+            "cut": (sizes[0], sum(sizes[1:])),
         }
 
     def _render(self, comparison: Comparison, cache: dict[str, ProcessedMedia]) -> list[Rendered]:

@@ -106,8 +106,7 @@ def _lines(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
 
 
 def _rows(part: Survey, prompts: int) -> str:
-    rows = f"{part.rows:,}"
-    rows += f" rows of {counted(prompts, 'prompt')}" if prompts else ""
+    rows = f"{part.rows:,}" + (f" rows of {counted(prompts, 'prompt')}" if prompts else "")
     sample = "" if part.rows == part.sampled else f" (a sample of {part.sampled:,} read)"
     reasons = "".join(f", {count:,} {reason}" for reason, count in part.reasons.most_common())
     return f"{rows}{sample}, {part.dropped_share:.1%} left out{reasons}"

@@ -147,15 +147,17 @@ def _score_answers(
     local: Any = scorer
     [group] = conversations_of([(prompt, answers)])
     try:
-        named: Any = [{}] * len(group)
-        if url is not None or local.outputs != ONE:
-            named = all_scores(local.score_outputs(group))
-        [scores] = scorer.score_groups([(prompt, answers)])
+        named: Any = all_scores(local.score_outputs(group))
+        one = {*named[0]} <= {*ONE.names}
+        if url is None or one:
+            scores = [*map((ONE if one else local.outputs).number, named)]
+        else:  # how it weighs its outputs, a service alone knows
+            [scores] = scorer.score_groups([(prompt, answers)])
     except ConfigError as error:
         if url is None or "choose from" not in str(error):
             raise
         raise ConfigError(f"{str(error).rstrip('.')} with --model NAME.") from error  # the rewards of a service
-    rows = zip(names, scores, ({} if {*it} <= {*ONE.names} else {"outputs": it} for it in named), strict=True)
+    rows = zip(names, scores, ({} if one else {"outputs": it} for it in named), strict=True)
     return [{"answer": name, "score": score, **of, "digest": scorer.digest} for name, score, of in rows]
 
 

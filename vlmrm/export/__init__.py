@@ -50,6 +50,11 @@ def export(model: str | Path, output_folder: str | Path, *, base_model_path: str
             f"the head of {model} is {head_name(reward.config.reward_head)}, and others take a linear one without a "
             "bias alone: serve it with vlmrm, or train with head: linear."
         )
+    if reward.has_text_positions:
+        raise CheckpointError(
+            f"{model} gives images the positions of text, as in its training, and others would not: serve it with "
+            "vlmrm."
+        )
     if reward.outputs != ONE:
         raise CheckpointError(
             f"{model} answers {', '.join(reward.outputs.names)}, which others would read as classes: serve it with "

@@ -103,8 +103,9 @@ class Run:
             )
         self.settings = training_settings(keys, self.data_args, args)  # every key, and fingerprints of data and model
         self.base_digest = from_first_rank(lambda: base_digest(keys))
-        held_out = self.data_args.eval_dataset_path or self.data_args.dataset_path
-        self.reference = from_first_rank(lambda: data_fingerprint(held_out))
+        self.reference = self.settings["dataset_path_content"]
+        if held_out := self.data_args.eval_dataset_path:
+            self.reference = from_first_rank(lambda: data_fingerprint(held_out))
 
     def resume(self) -> bool:
         """Choose the checkpoint that the run goes on from, compare both, and return whether there are steps left."""
@@ -291,7 +292,6 @@ def base_digest(model_args: ModelArguments) -> str | None:
 def build_model(keys: RunArguments, processor: Any) -> RewardModel:
     """Load the reward model, with a seeded head and its frozen parts."""
     from vlmrm.modeling.adapters import keep_trainable, quantization_config
-    from vlmrm.modeling.published_weights import read_language_head
 
     model_args, args = keys.model, keys.training
     if args.deepspeed and args.use_cpu:
@@ -317,6 +317,8 @@ def build_model(keys: RunArguments, processor: Any) -> RewardModel:
     if model_args.load_in_4bit:
         keep_trainable(model)
     if keys.data.critique_weight:
+        from vlmrm.modeling.published_weights import read_language_head
+
         head = read_language_head(model_args.model_name_or_path, model.config, model_args.model_revision)
         model.language_head = head.to(model.score.weight.device)
     freeze(model, vit=model_args.freeze_vit, merger=model_args.freeze_merger, llm=model_args.freeze_llm)

@@ -249,9 +249,10 @@ class RandomState:
 
 
 # Names are TRL's where TRL has one.
+BESIDE = ("loss_router", "loss_critique")  # of a forward, and not of its scores
 SUMMED = (
     *("pairs", "correct", "margin", "rewards", "reward", "irrelevant_pairs", "irrelevant_margin"),
-    *("loss_router", "loss_critique", "dropped_rows", "operations"),
+    *(*BESIDE, "dropped_rows", "operations"),
 )
 PER_PAIR = {"accuracy": "correct", "margin": "margin"}
 
@@ -270,10 +271,7 @@ class StepFigures:
         self.steps = self.tokens = self.pairs = 0
         self.waited = 0.0  # seconds spent waiting for batches
         self.unread: list[torch.Tensor] = []  # of the parts of this step, on the device
-        self.beside: dict[str, list[torch.Tensor]] = {
-            "loss_router": [],
-            "loss_critique": [],
-        }  # likewise, not of scores
+        self.beside: dict[str, list[torch.Tensor]] = {name: [] for name in BESIDE}  # likewise
         self.since = time.perf_counter()
 
     def start_step(self, tokens: int, pairs: int) -> None:

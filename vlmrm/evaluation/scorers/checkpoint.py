@@ -112,13 +112,9 @@ def engine_for(loaded: LoadedReward, run: SweepRun, limits: Mapping[str, str]) -
     """Return the engine of a model, which is shown rows as in its training unless the data keys say otherwise."""
     args, data_args = run.args, run.data_args.as_trained(loaded.info)
     media_limits, outputs = MediaLimits.of(data_args), loaded.model.outputs
+    store = run.store(loaded.processor, media_limits)
     collator = ComparisonCollator(
-        Renderer(
-            loaded.processor,
-            media_limits,
-            run.store(loaded.processor, media_limits),
-            branches=outputs.branches,
-        ),
+        Renderer(loaded.processor, media_limits, store, branches=outputs.branches),
         batcher_for(loaded.model, loaded.processor, args.batching),
         max_seq_length=sequence_limit(loaded.model.config, data_args.max_seq_length),
         max_tokens_per_batch=args.max_tokens_per_batch,
