@@ -26,7 +26,7 @@ help:  ## list the verbs
 demo: $(DEMO)  ## train, sweep and score on the bundled digits
 	$(BIN)/vlmrm demo
 
-frames-demo: $(INSTALLED)  ## collect frames of Acrobot, train a classifier, and PPO with its reward
+frames-demo: $(INSTALLED)  ## collect frames of Acrobot, train a classifier, measure it and its reward
 	$(BIN)/vlmrm frames demo
 
 test: $(INSTALLED)  ## run the tests of little work, in minutes (T=tests/batching: those of a folder or file)

@@ -10,7 +10,6 @@ BENCHMARKS = {
     "rewards": "a group's candidates at once, several judges, and what a reward set adds",
     "faults": "advantages of TRL's GRPO while rewards fail, and the wait for what is down",
     "frames": "labelled frames collected, classifiers of them trained and used",
-    "frames_rl": "policies rewarded by frames, by the true success and by both, over three seeds",
     "serving": "the reward service: its throughput, its latency, and groups of candidates",
     "outputs": "ratings, criteria, steps and progress learned from procedural pictures whose reward is known",
     "sweep": "several checkpoints over one data set, against their forward passes alone",

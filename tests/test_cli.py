@@ -45,7 +45,7 @@ def test_ctrl_c_ends_with_its_own_status(words, monkeypatch, capsys):
 
     for name in ("commands.demo.run_demo", "serving.worker_spec.prepare"):
         monkeypatch.setattr(f"vlmrm.{name}", interrupted)
-    monkeypatch.setattr("vlmrm_robots.policies.demo.run_demo", interrupted)
+    monkeypatch.setattr("vlmrm_robots.frames.demo.run_demo", interrupted)
     with pytest.raises(SystemExit) as ended:
         cli.run(lambda: cli.app(words))
     assert ended.value.code == 130

@@ -25,8 +25,7 @@ ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference.py"
 CONFIGS = ROOT / "training_configs"
 EVALUATION = ["demo_eval", "eval_config_example", "eval_config_example7b"]
-FRAMES = ["frames_rl", "frames_sac"]  # parsed in tests/frames
-TRAINING = sorted({path.stem for path in CONFIGS.iterdir()} - {*EVALUATION, *FRAMES})
+TRAINING = sorted({path.stem for path in CONFIGS.iterdir()} - {*EVALUATION})
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Rewards of robots and simulators: labelled frames, classifiers of success, policies, and models of trajectories."""
+"""Rewards of robots and simulators: labelled frames, classifiers of success, and models of trajectories."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ __version__ = "0.1.0"
 
 # The extra, and its packages by the names that they are imported by: one that is missing is one sentence.
 FRAMES = "vlmrm-robots[frames]"
-PACKAGES[FRAMES] = ("sklearn", "tqdm", "gymnasium", "pygame", "stable_baselines3", "minigrid")
+PACKAGES[FRAMES] = ("sklearn", "tqdm", "gymnasium", "pygame")

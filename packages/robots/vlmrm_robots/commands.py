@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from vlmrm_robots.trajectories.trajectory import TrajectoryFile
 
 SIMULATORS = ("gymnasium", "pygame")
-POLICIES = (*SIMULATORS, "stable_baselines3")
 
 FOLDERS = "--positive-dir data/positive --negative-dir data/negative"
 EXAMPLES = (
@@ -34,7 +33,6 @@ EXAMPLES = (
     f"frames label episodes --model judge.yaml --above 0.5 {FOLDERS}",
     f"frames train {FOLDERS} --output-checkpoint reward_model.pt",
     "frames eval reward_model.pt new_data/positive new_data/negative --output eval.json",
-    "frames rl training_configs/frames_rl.yaml",
     "frames demo",
 )
 
@@ -52,7 +50,7 @@ NegativeDir = Annotated[Path, Parameter(help="Folder for the others.")]
 app = App(
     name="frames",
     help_epilogue=epilogue(EXAMPLES[:1]),
-    help="Rewards from frames: collect labelled ones, train a classifier of success, train a policy with it.",
+    help="Rewards from frames: collect labelled ones, train a classifier of success, measure it.",
     default_parameter=Parameter(negative_iterable=()),
 )
 
@@ -369,34 +367,15 @@ def eval_(
 
 
 @app.command
-@needs(FRAMES, "training a policy", *POLICIES)
-def rl(config: Path, /) -> None:
-    """Train policies with the true success, with a classifier's reward or with both, and compare what they learned.
-
-    Args:
-        config: YAML such as training_configs/frames_rl.yaml. Runs that its output_dir has finished are not repeated.
-    """
-    from vlmrm.settings import load_file, validate
-    from vlmrm_robots.frames.settings import RLSettings
-    from vlmrm_robots.policies.comparison import markdown, write_comparison
-    from vlmrm_robots.policies.training import train_policies
-
-    settings = validate(RLSettings, load_file(config), str(config))
-    start_log("frames_rl")
-    say(markdown(write_comparison(train_policies(settings), settings)))
-    say(f"the figure is {settings.output_dir / 'comparison.png'}")
-
-
-@app.command
-@needs(FRAMES, "training a policy", *POLICIES)
+@needs(FRAMES, "training on frames")
 def demo(*, output: Path = Path("outputs/frames_demo"), seed: int = 0) -> None:
-    """Collect frames of Acrobot, train a classifier on them and PPO with its reward, in a few minutes.
+    """Collect frames of Acrobot, train a classifier on them, measure it on others, and reward a policy, in minutes.
 
     Args:
-        output: Folder of the frames, the classifier, the policy and summary.json; an interrupted demo resumes there.
+        output: Folder of the frames, the classifier and summary.json; an interrupted demo resumes there.
         seed: Seed of every part.
     """
-    from vlmrm_robots.policies.demo import run_demo
+    from vlmrm_robots.frames.demo import run_demo
 
     run_demo(output, seed)
 

@@ -147,7 +147,7 @@ def test_a_folder_has_labels_of_one_declared_success(tmp_path):
 def test_another_environment_in_the_folders_is_warned_of(tmp_path, caplog):
     collect(settings(tmp_path, episodes=2))
     assert not caplog.messages
-    collect(settings(tmp_path, episodes=2, env="MiniGrid-Empty-5x5-v0"))
+    collect(settings(tmp_path, episodes=2, env="MountainCar-v0", max_steps=1))
     assert f"{tmp_path / 'positive'} has episodes of FrozenLake-v1 too" in caplog.text
 
 
@@ -178,12 +178,12 @@ def test_the_documented_file_is_read_and_flags_win(tmp_path, run, monkeypatch):
 
 def test_flags_alone_are_enough(tmp_path, run):
     text = run(
-        "--env", "MiniGrid-Empty-5x5-v0", "--episodes", 2, "--image-size", 1, 16, 16, "--image-keys", "top",
+        "--env", "FrozenLake-v1", "--episodes", 2, "--image-size", 1, 16, 16, "--image-keys", "top",
         "--positive-dir", tmp_path / "p", "--negative-dir", tmp_path / "n", "--num-envs", 1, "--policy", "scripted",
-        "--max-positive-trajectories", 1, "--max-negative-trajectories", 7, "--max-steps", 20,
+        "--max-positive-trajectories", 1, "--max-negative-trajectories", 7, "--max-steps", 20, "--noise", 0,
     )  # fmt: skip
     [file] = open_folder(tmp_path / "p")
-    assert file.shapes["top"] == (1, 16, 16) and file.metadata["environment"] == "MiniGrid-Empty-5x5-v0"
+    assert file.shapes["top"] == (1, 16, 16) and file.metadata["environment"] == "FrozenLake-v1"
     assert "1 positive and 0 negative trajectories" in text
 
 

@@ -239,12 +239,6 @@ def test_an_unqualified_classifier_rewards_nothing_unless_accepted(useless, tmp_
     with pytest.raises(CheckpointError, match=refusal):
         RewardSet([{"name": "done", "reward_model": "frame_success", "checkpoint_path": str(useless)}])
     model = {"checkpoint_path": str(useless)}
-    rl = {"env": "FrozenLake-v1", "output_dir": str(tmp_path / "rl"), "reward": {"use_reward_model": True}}
-    (tmp_path / "rl.yaml").write_text(json.dumps({**rl, "reward": {"use_reward_model": True, "reward_model": model}}))
-    with pytest.raises(CheckpointError, match=refusal):
-        app(["rl", str(tmp_path / "rl.yaml")], result_action="return_value")
-    assert not (tmp_path / "rl").exists()
-
     accepted = options.model_copy(update={"accept_unqualified": True})
     assert FrameReward(counting(2), accepted).scorer.config.qualified is False
     assert "does not qualify as a reward: its AUC is" in capsys.readouterr().err

@@ -21,10 +21,8 @@ from gymnasium.envs.registration import load_env_creator
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from vlmrm.errors import ConfigError, DataError, VlmrmError, first_line
-from vlmrm.libraries import needs
 from vlmrm.plugins import imported_function, imported_module
 from vlmrm.settings import did_you_mean
-from vlmrm_robots import FRAMES
 from vlmrm_robots.frames.collector import LABELS
 from vlmrm_robots.frames.images import Views, as_array, cameras
 from vlmrm_robots.frames.settings import IMAGE_KEY, IMAGE_SIZE, RENDER, Crop
@@ -49,7 +47,6 @@ def make_environments(
     crop: Crop | None = None,
     success: str | None = None,
     env_options: Mapping[str, Any] | None = None,
-    flat: bool = False,
     stop_at_success: bool = True,
     max_steps: int | None = None,
     action_repeat: int = 1,
@@ -60,7 +57,6 @@ def make_environments(
     Args:
         keys: the cameras. The only one of an environment whose observations have no images is its drawing, and so is
             `render` beside others. If empty, nothing is shown.
-        flat: makes one vector of observations with several parts, without images.
         stop_at_success: False continues episodes until `max_steps`, where the simulator has a success of its own.
         action_repeat: steps for each action, which end early at a success; the states between are not shown.
     """
@@ -81,7 +77,7 @@ def make_environments(
     def make(number: int) -> gym.Env:
         env = _made(name, maker, max_steps, options)
         env = env if success is None else DeclaredSuccess(env, success)
-        env = LabelledEnv(
+        return LabelledEnv(
             simulator.prepare(env, max(image_size[1:])),
             simulator.success if success is None else None,
             stop_at_success=stop_at_success,
@@ -91,7 +87,6 @@ def make_environments(
             crop=crop,
             seed=seed + number,
         )
-        return _flattened(env, name) if flat else env
 
     env = SyncVectorEnv([partial(make, number) for number in range(count)], autoreset_mode=autoreset_mode)
     env.metadata = {**env.metadata, "crop": crop or {}}
@@ -107,9 +102,6 @@ def environment_maker(name: str) -> Callable[..., gym.Env]:
         if callable(getattr(imported, last, None)):
             return getattr(imported, last)
         names = [*gym.registry, *(key for key, value in vars(imported).items() if callable(value))]
-    if name.startswith("MiniGrid"):
-        with needs(FRAMES, name):
-            import_module("minigrid")  # which registers its environments
     package = name.partition("/")[0].replace("ALE", "ale_py")
     if "/" in name and package.isidentifier() and last not in gym.registry and find_spec(package):
         import_module(package)  # most packages have the name of their ids' namespace
@@ -138,16 +130,6 @@ def _made(name: str, maker: Callable[..., gym.Env], max_steps: int | None, optio
             "RewardDataCollector in a loop of your own."
         )
     return env if registered or max_steps is None else gym.wrappers.TimeLimit(env, max_steps)
-
-
-def _flattened(env: gym.Env, name: str) -> gym.Env:
-    parts: list[gym.Space] = [env.observation_space]
-    for space in parts:
-        if isinstance(space, gym.spaces.Dict):
-            parts += space.values()
-        elif space.dtype == np.uint8 and len(space.shape or ()) > 1:
-            raise ConfigError(f"the observations of {name} have images, and policies observe states.")
-    return gym.wrappers.FlattenObservation(env) if len(parts) > 1 else env
 
 
 class LabelledEnv(gym.Wrapper):

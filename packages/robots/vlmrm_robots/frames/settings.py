@@ -1,4 +1,4 @@
-"""Settings of `vlmrm frames collect`, `train` and `rl`; importing them needs neither torch nor a simulator."""
+"""Settings of `vlmrm frames collect` and `train`; importing them needs neither torch nor a simulator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from vlmrm.settings import Strict, describe_errors
 
 Architecture = Literal["resnet10", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
 Pooling = Literal["spatial", "mean", "average"]
-RewardSource = Literal["success", "learned", "both"]
 Size = tuple[int, int, int]  # [C,H,W]
 Crop = dict[str, tuple[float, float, float, float]]  # [left, top, right, bottom] by camera; shares if none is above 1
 IMAGE_KEY = "base_camera"  # the default name of the only camera
@@ -198,49 +197,3 @@ class TrainSettings(Strict, frozen=True):
     def frozen(self) -> bool:
         """True if the encoder keeps its weights."""
         return self.pretrained_encoder_path is not None if self.freeze_encoder is None else self.freeze_encoder
-
-
-class RLSettings(EnvironmentSettings):
-    """One policy for each source of reward and each seed; everything else is the same for all.
-
-    Episodes of training last `max_steps` even after a success, because their end would give the success away. Of the
-    `sources`, `success` is 1 for each step to a true success, `learned` the classifier's reward, and `both` their sum,
-    weighted by `reward_model`; the default is as `reward` implies.
-    """
-
-    algorithm: Literal["ppo", "sac"] | None = None  # default: sac for continuous actions, else ppo
-    hyperparameters: dict[str, Any] = Field(default_factory=dict)  # of its class in Stable-Baselines3
-    sources: list[RewardSource] = Field(default_factory=list)
-    seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
-    total_steps: int = Field(100_000, ge=1)  # of all environments together
-    num_envs: int = Field(8, ge=1)
-    max_steps: int = Field(200, ge=1)  # of the simulator, in an episode
-    action_repeat: int = Field(1, ge=1)  # steps of the simulator for each of the policy
-    evaluate_every: int = Field(10_000, ge=1)  # steps
-    evaluation_episodes: int = Field(50, ge=1)
-    output_dir: Path = Path("./frames_rl")
-    episodes_dir: Path | None = None  # for as many more episodes of each policy, in a folder SOURCE-seedN of its own
-    reward: FrameRewardSettings = Field(default_factory=FrameRewardSettings)
-
-    @model_validator(mode="after")
-    def _check_rewards(self) -> RLSettings:
-        model = self.reward.reward_model
-        if not self.sources:
-            learned: RewardSource = "both" if model.env_reward_weight else "learned"
-            self.sources = [learned if self.reward.use_reward_model else "success"]
-        for name, values in (("sources", self.sources), ("seeds", self.seeds)):
-            if len(set(values)) != len(values):
-                raise ValueError(f"{name} is {values}, which names one twice")
-        if min(self.seeds) < 0:
-            raise ValueError(f"seeds is {self.seeds}: a seed is at least 0")
-        if self.needs_classifier and not self.reward.use_reward_model:
-            raise ValueError(f"sources is {self.sources} and reward.use_reward_model is false: set it to true")
-        if "both" in self.sources and not model.env_reward_weight:
-            raise ValueError("sources has both, and reward_model.env_reward_weight is 0: give it a weight")
-        if self.needs_classifier and not model.reward_weight:
-            raise ValueError("reward_model.reward_weight is 0, which takes the learned reward away")
-        return self
-
-    @property
-    def needs_classifier(self) -> bool:
-        return self.sources != ["success"]

@@ -55,34 +55,6 @@ def _car_success(env: Any) -> bool:
 LAKE = np.array([1, 2, 1, 0, 1, 1, 1, 0, 2, 1, 1, 0, 1, 2, 2, 0])
 
 
-class _GridState(gym.ObservationWrapper):
-    """MiniGrid's agent as float32 [column, row, direction]; direction is 0 for right, 1 for down, 2, 3."""
-
-    def __init__(self, env: Any, side: int):
-        super().__init__(env)
-        env.unwrapped.highlight = False  # the agent's field of view is not part of the task
-        cells = max(env.unwrapped.width, env.unwrapped.height)
-        self.observation_space = gym.spaces.Box(0, max(cells, 3), (3,), np.float32)
-
-    def observation(self, observation: Any) -> np.ndarray:
-        agent: Any = self.env.unwrapped
-        return np.array([*agent.agent_pos, agent.agent_dir], dtype=np.float32)
-
-
-def _grid_success(env: Any) -> bool:
-    """Return whether the agent stands on the green square."""
-    cell = env.unwrapped.grid.get(*env.unwrapped.agent_pos)
-    return cell is not None and cell.type == "goal"
-
-
-def _grid_policy(observations: np.ndarray) -> np.ndarray:
-    """Go right along the wall, then down: the goal of the empty room is in its far corner."""
-    column, _, direction = observations.T
-    target = np.where(column < 3, 0, 1)
-    turn_right = (target - direction) % 4 == 1
-    return np.where(direction == target, 2, np.where(turn_right, 1, 0)).astype(np.int64)
-
-
 SIMULATORS = {
     "Acrobot-v1": Simulator(_acrobot_success, lambda states: _along(states[:, 5]), _prepare_acrobot),
     "MountainCar-v0": Simulator(_car_success, lambda states: _along(states[:, 1]), _scaled),
@@ -94,5 +66,4 @@ SIMULATORS = {
         lambda places: LAKE[places],
         options={"is_slippery": False},
     ),
-    "MiniGrid-Empty-5x5-v0": Simulator(_grid_success, _grid_policy, _GridState),
 }

@@ -1,1 +1,0 @@
-"""Policies trained with rewards from frames, and what they truly learned: examples to copy."""
