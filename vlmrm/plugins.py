@@ -18,8 +18,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
@@ -111,21 +110,13 @@ def imported_function(module: str, name: str, subject: str) -> Callable[..., Any
 
 def imported_module(module: str, subject: str) -> ModuleType:
     """Import a module, of the working directory too; ConfigError as `imported_function`."""
+    folder = str(Path.cwd())
+    sys.path.insert(0, folder)  # as `python -m` does
     try:
-        with _working_directory():
-            return importlib.import_module(module)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise ConfigError(f"{subject}: {module} needs {error.name}, which is not installed.") from error
         raise ConfigError(f"{subject}: there is no module {error.name}, also not in this folder.") from None
-
-
-@contextmanager
-def _working_directory() -> Generator[None]:
-    """Look for modules in the working directory too, as `python -m` does."""
-    folder = str(Path.cwd())
-    sys.path.insert(0, folder)
-    try:
-        yield
     finally:
         sys.path.remove(folder)

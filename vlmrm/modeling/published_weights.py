@@ -12,12 +12,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from vlmrm.errors import CheckpointError, ConfigError, first_line
-from vlmrm.files import load_torch
 from vlmrm.libraries import hub_answers
 from vlmrm.modeling.manifest import (
     ADAPTER_CONFIG,
@@ -32,11 +30,10 @@ from vlmrm.modeling.manifest import (
     read_json_of,
     weight_names,
 )
+from vlmrm.weights import is_torch_file, plain_weights, read_weight_file
 
 T = TypeVar("T")
 
-WRAPPERS = ("model", "model_state_dict", "state_dict")  # keys under which torch files hold their weights
-PREFIXES = ("module.", "_orig_mod.", "model.", "backbone.", "resnet_backbone.")  # of weight names, by wrappers
 # Names of open_clip's CLIP and of transformers' `CLIPModel`: the start of a name, then its part inside a block.
 OPEN_CLIP_NAMES = {
     "visual.class_embedding": "vision_model.embeddings.class_embedding",
@@ -66,63 +63,13 @@ _loading = threading.RLock()
 
 
 def read_weights(path: str | Path, name: str | None = None) -> dict[str, Any]:
-    """Return the content of a weight file by name: safetensors, or torch's tensors, numbers and texts, never code.
-
-    With `name`, `path` may be the folder or hub repository that has it.
-    """
-    file: Path | None = Path(path)
-    if not file.is_file():
-        if name is None:
-            raise CheckpointError(f"there is no file {path}: check the path.")
-        file = find_file(path, name)
-        if file is None:
+    """Return the content of a weight file by name; with `name`, `path` may be the folder or hub repository of it."""
+    file = Path(path)
+    if name is not None and not file.is_file():
+        if (found := find_file(path, name)) is None:
             raise CheckpointError(f"there is no {name} in {path}: give the file, or the folder that has it.")
-    try:
-        if is_torch_file(file):
-            with open(file, "rb") as stream:  # of a path torch would go by the suffix
-                content = load_torch(stream, file.stat().st_size)
-        else:
-            content = load_file(file)
-    except Exception as error:  # each broken file has an error of its own kind
-        reason = first_line(error)
-        raise CheckpointError(
-            f"{file} is no weight file that can be read safely ({reason}): copy it again."
-        ) from error
-    return _with_names(content, str(file))
-
-
-def is_torch_file(path: Path) -> bool:
-    """Return whether a file begins as torch's do (a zip, or a bare pickle), whatever its suffix."""
-    with open(path, "rb") as stream:
-        return stream.read(2) in (b"PK", b"\x80\x02")
-
-
-def _with_names(content: Any, source: str) -> dict[str, Any]:
-    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
-        raise CheckpointError(f"{source} holds a {type(content).__name__} and no weights by name: name another file.")
-    return dict(content)
-
-
-def plain_weights(path: Path, content: Mapping[str, Any], keep_type: bool = False) -> dict[str, Tensor]:
-    """Return the weights in a torch file's dictionary, without batch counters, as float32 unless `keep_type`."""
-    for wrapper in WRAPPERS:
-        if wrapper in content:
-            content = _with_names(content[wrapper], f"{path}: {wrapper}")
-    weights = {
-        name: value
-        for name, value in content.items()
-        if isinstance(value, Tensor) and not name.endswith("num_batches_tracked")
-    }
-    for name, value in weights.items():
-        if value.layout != torch.strided or value.is_meta:
-            raise CheckpointError(f"{path}: {name} is sparse or has no numbers: save plain tensors.")
-        # An expanded tensor of one number could claim any shape, and take all memory once it is copied.
-        stored = value.untyped_storage().nbytes() // value.element_size()
-        if stored < value.numel():
-            raise CheckpointError(f"{path}: {name} has {value.numel()} numbers and stores {stored}: copy it again.")
-        if not value.is_floating_point():
-            raise CheckpointError(f"{path}: {name} has numbers of {value.dtype}: weights are floats.")
-    return weights if keep_type else {name: value.float() for name, value in weights.items()}
+        file = found
+    return read_weight_file(file)
 
 
 def lora_merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
@@ -133,35 +80,6 @@ def lora_merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tenso
 def lora_scale(rank: int, alpha: float, rank_stabilised: bool | None) -> float:
     """Return the factor of BA: alpha / r, or alpha / sqrt(r) where it is rank-stabilised (Kalajdzievski 2023)."""
     return alpha / (math.sqrt(rank) if rank_stabilised else rank)
-
-
-def resnet_weights(path: Path) -> dict[str, Tensor]:
-    """Return pretrained weights of a ResNet backbone by torchvision's names, without the classification layer."""
-    named = {_bare(name): value for name, value in plain_weights(path, read_weights(path)).items()}
-    return {name: value for name, value in named.items() if not name.startswith("fc.")}
-
-
-def _bare(name: str) -> str:
-    while prefix := next((prefix for prefix in PREFIXES if name.startswith(prefix)), None):
-        name = name.removeprefix(prefix)
-    return name
-
-
-def load_exactly(module: nn.Module, weights: Mapping[str, Tensor], source: str) -> None:
-    """Load `weights` into `module`, all of them and no others; a module on the meta device becomes real."""
-    expected = module.state_dict()
-    wrong = [f"{name} is missing" for name in expected if name not in weights]
-    wrong += [f"{name} is not known" for name in weights if name not in expected]
-    wrong += [
-        f"{name} is {list(weights[name].shape)} and should be {list(value.shape)}"
-        for name, value in expected.items()
-        if name in weights and weights[name].shape != value.shape
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{source} does not fit {type(module).__name__}: {wrong[0]} ({len(wrong)} such weights)."
-        )
-    module.load_state_dict(dict(weights), assign=True)
 
 
 def pretrained(cls: Any, path: str, **options: Any) -> Any:
@@ -208,9 +126,6 @@ def open_clip_to_transformers(weights: Mapping[str, Tensor]) -> dict[str, Tensor
             name = re.sub(rf"(layers\.\d+)\.{re.escape(old)}\.", rf"\1.{new}.", name)
         renamed[name] = value.T.contiguous() if name.endswith("_projection.weight") else value
     return renamed
-
-
-# Sources -------------------------------------------------------------------------------------------------------------
 
 
 # What wrappers put before and into the names of weights.
@@ -281,7 +196,7 @@ def _readers(file: Path) -> dict[str, Reader]:
     if not file.is_file():
         raise CheckpointError(f"{file} is missing: copy the checkpoint again.")
     if is_torch_file(file):
-        tensors = plain_weights(file, read_weights(file), keep_type=True)
+        tensors = plain_weights(file, read_weight_file(file), keep_type=True)
         return {name: lambda tensor=tensor: tensor for name, tensor in tensors.items()}
     try:
         stored = safe_open(file, framework="pt")

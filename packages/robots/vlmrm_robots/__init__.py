@@ -8,4 +8,4 @@ __version__ = "0.1.0"
 
 # The extra, and its packages by the names that they are imported by: one that is missing is one sentence.
 FRAMES = "vlmrm-robots[frames]"
-PACKAGES[FRAMES] = ("sklearn", "tqdm", "gymnasium", "pygame")
+PACKAGES[FRAMES] = ("torch", "torchvision", "scipy", "gymnasium", "pygame")

@@ -22,7 +22,7 @@ from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 from vlmrm.data.media import media_key
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.libraries import missing
-from vlmrm.modeling.published_weights import load_exactly, open_clip_to_transformers, pretrained, read_weights, shared
+from vlmrm.modeling.published_weights import open_clip_to_transformers, pretrained, read_weights, shared
 from vlmrm.rewards.contract import (
     BaseRewardModel,
     GroupwiseRewardModel,
@@ -34,6 +34,7 @@ from vlmrm.rewards.contract import (
 )
 from vlmrm.rewards.pictures import FRAMES, once_each, views_of
 from vlmrm.scoring.transforms import rank
+from vlmrm.weights import load_exactly
 
 logger = logging.getLogger("vlmrm")
 

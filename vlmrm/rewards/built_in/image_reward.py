@@ -24,10 +24,11 @@ from transformers import (
 from vlmrm.data.media import media_key
 from vlmrm.errors import CheckpointError
 from vlmrm.modeling.manifest import read_json_of
-from vlmrm.modeling.published_weights import load_exactly, pretrained, read_weights, shared
+from vlmrm.modeling.published_weights import pretrained, read_weights, shared
 from vlmrm.rewards.built_in.clip import Truncation
 from vlmrm.rewards.contract import PointwiseRewardModel, Processes, RewardArguments, RewardModelOutput, choice
 from vlmrm.rewards.pictures import FRAMES, once_each, views_of
+from vlmrm.weights import load_exactly
 
 FILE, TEXT_CONFIG = "ImageReward.pt", "med_config.json"
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of raw scores, in the published code

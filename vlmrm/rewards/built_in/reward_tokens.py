@@ -21,7 +21,7 @@ from vlmrm.conversation import Conversation, Medium, Message, Video, VideoOption
 from vlmrm.conversation import Image as ImagePart
 from vlmrm.errors import CheckpointError, ConfigError, MediaError, RewardError, RowError
 from vlmrm.modeling.manifest import read_json_of
-from vlmrm.modeling.published_weights import load_exactly, lora_merged, lora_scale, pretrained, read_weights, shared
+from vlmrm.modeling.published_weights import lora_merged, lora_scale, pretrained, read_weights, shared
 from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
 from vlmrm.rewards.contract import (
     PLACEHOLDER,
@@ -33,6 +33,7 @@ from vlmrm.rewards.contract import (
     choice,
     read_template,
 )
+from vlmrm.weights import load_exactly
 
 Reading = Callable[[list[list[float]]], Verdict]  # of the head's outputs at each reward token
 EMBEDDINGS = "backbone.language_model.embed_tokens.weight"

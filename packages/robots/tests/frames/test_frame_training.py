@@ -12,17 +12,16 @@ from robot_worlds.counting import counting
 from robot_worlds.squares import SIDE, settings, small_classifier, square_trajectory, write_squares
 from safetensors import safe_open
 
-from vlmrm.data.comparisons import data_fingerprint
 from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError
 from vlmrm.rewards import RewardSet
 from vlmrm_robots.commands import app
 from vlmrm_robots.frames import training
 from vlmrm_robots.frames.checkpoint import load_classifier, read_config, save_classifier
-from vlmrm_robots.frames.dataset import index_frames, split
+from vlmrm_robots.frames.dataset import FrameIndex, index_frames, split
 from vlmrm_robots.frames.frame_reward import FrameReward, FrameScorer
 from vlmrm_robots.frames.settings import RewardModelSettings
 from vlmrm_robots.frames.training import train_classifier
-from vlmrm_robots.trajectories.trajectory import Trajectory, write_trajectory
+from vlmrm_robots.trajectories.trajectory import Trajectory, open_folder, write_trajectory
 
 
 def weights(path) -> dict[str, torch.Tensor]:
@@ -72,7 +71,10 @@ def test_the_checkpoint_says_what_it_is(tmp_path):
     assert (config["pooling"], config["normalisation"]) == ("mean", "unit")
     assert (config["use_pretrain"], config["freeze_encoder"]) == (False, False)
     assert config["environment"] == "Squares" and config["version"] == 1
-    assert config["data_fingerprint"] == data_fingerprint([str(tmp_path / "positive"), str(tmp_path / "negative")])
+    assert (
+        config["data_fingerprint"]
+        == FrameIndex([*open_folder(tmp_path / "positive"), *open_folder(tmp_path / "negative")], ()).fingerprint
+    )
     assert 0 < config["threshold"] < 1
     assert {"auc", "loss", "precision", "recall", "false_positive_rate"} <= set(config["metrics"])
     assert (config["metrics"]["validation_frames"], config["metrics"]["validation_successes"]) == (30, 10)

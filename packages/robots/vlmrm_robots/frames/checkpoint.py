@@ -19,7 +19,7 @@ from torch import Tensor
 from vlmrm.errors import CheckpointError, ConfigError, first_line
 from vlmrm.files import make_folder, write_file
 from vlmrm.libraries import parse_device
-from vlmrm.modeling.published_weights import is_torch_file, load_exactly, plain_weights, read_weights
+from vlmrm.weights import is_torch_file, load_exactly, plain_weights, read_weight_file
 from vlmrm_robots.frames.classifier import ClassifierConfig, FrameClassifier, classifier_config
 from vlmrm_robots.frames.foreign_classifiers import from_resnet_reward_model, is_resnet_reward_model, read_lerobot
 
@@ -57,7 +57,7 @@ def load_classifier(
     path = Path(path)
     if not path.exists():
         raise CheckpointError(f"there is no reward model {path}: train one (`vlmrm frames train --help`).")
-    weights = {} if path.is_dir() else read_weights(path)
+    weights = {} if path.is_dir() else read_weight_file(path)
     described = not path.is_dir() and not is_torch_file(path) and not is_resnet_reward_model(weights)
     if described:
         config = read_config(path)

@@ -6,6 +6,7 @@ those load. Learned spatial pooling: SERL (Luo et al. 2024), after Levine et al.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,8 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.ops import FrozenBatchNorm2d
 
 from vlmrm.errors import ConfigError
-from vlmrm.modeling.published_weights import load_exactly, resnet_weights
 from vlmrm.settings import validate
+from vlmrm.weights import load_exactly, plain_weights, read_weight_file
 from vlmrm_robots.frames.settings import Architecture, Crop, Pooling, Size
 
 STRIDE = 32  # pixels to a cell of the backbone's feature map
@@ -32,6 +33,9 @@ LAYERS = {
     "resnet101": (Bottleneck, [3, 4, 23, 3]),
     "resnet152": (Bottleneck, [3, 8, 36, 3]),
 }
+PREFIXES = re.compile(
+    r"^(?:module\.|_orig_mod\.|model\.|backbone\.|resnet_backbone\.)+"
+)  # of weight names, by wrappers
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -146,9 +150,12 @@ class FrameClassifier(nn.Module):
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
     def load_encoder(self, path: Path) -> None:
-        """Load pretrained weights (see `resnet_weights`) into every camera's backbone."""
+        """Load a pretrained ResNet, by torchvision's names, into every camera's backbone, without its last layer."""
+        weights = plain_weights(path, read_weight_file(path))
+        named = {PREFIXES.sub("", name): value for name, value in weights.items()}
+        named = {name: value for name, value in named.items() if not name.startswith("fc.")}
         for encoder in self._encoders():
-            load_exactly(encoder.resnet_backbone, resnet_weights(path), str(path))
+            load_exactly(encoder.resnet_backbone, named, str(path))
 
     def _encoders(self) -> list[Encoder]:
         return [encoder for encoder in self.encoders.values() if isinstance(encoder, Encoder)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vlmrm.errors import ConfigError, DataError
+from vlmrm.files import content_digest
 from vlmrm_robots.frames.settings import Crop
 from vlmrm_robots.trajectories.trajectory import (
     TrajectoryFile,
@@ -40,6 +42,11 @@ class FrameIndex:
     def __getitem__(self, numbers: Sequence[int]) -> Inputs:
         """Read a batch of frames by their numbers, with its `labels`."""
         return {**self.images(numbers), "labels": torch.from_numpy(self.labels[numbers])}
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the files' contents, in whichever order."""
+        return sha256("".join(sorted(content_digest(file.path) for file in self.files)).encode()).hexdigest()
 
     @property
     def environment(self) -> str | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm.files import make_folder, require_new_file, require_new_folder, write_file, write_json
-from vlmrm.modeling.published_weights import plain_weights, read_weights
+from vlmrm.weights import plain_weights, read_weight_file
 from vlmrm_robots.frames.classifier import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -28,9 +28,9 @@ from vlmrm_robots.frames.classifier import (
     FrameClassifier,
     classifier_config,
 )
-from vlmrm_robots.trajectories.rlinf import MAIN
 
 IMAGES, IMAGE = "observation.images.", "observation.image"
+MAIN = "main_images"  # RLinf's camera
 SIDE = 128  # pixels: its pooling is for maps of 4 x 4
 PARTS = {  # of a camera's encoder, theirs and ours
     "1.kernel": "pooling_layer.kernel",
@@ -57,7 +57,7 @@ def read_lerobot(folder: Path) -> tuple[ClassifierConfig, dict[str, Tensor]]:
         key: key.removeprefix(IMAGES).replace(".", "_") for key in described["input_features"] if key.startswith(IMAGE)
     }
     path = folder / "model.safetensors"
-    weights = plain_weights(path, read_weights(path))
+    weights = plain_weights(path, read_weight_file(path))
     encoder = _within(weights, "encoder.")
     known = {architecture: _their_names(architecture) for architecture in LAYERS}
     architecture = next((name for name, names in known.items() if encoder and encoder.keys() <= names.keys()), None)
@@ -117,7 +117,7 @@ def _normalisation(folder: Path, described: Mapping[str, Any], keys: list[str]) 
         return "unit"
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*normalizer*.safetensors")):
-        stored |= read_weights(file)
+        stored |= read_weight_file(file)
     for key in keys:
         for name, values in STATISTICS.items():
             found = stored.get(f"{key}.{name}")

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
-from scipy.special import expit
 from torch import Tensor
 
 from vlmrm.errors import CheckpointError, ConfigError
@@ -141,7 +140,7 @@ class FrameScorer:
             array = to_uint8(as_array(frames), f"the images {key!r}")
             inputs[key] = model_input(torch.from_numpy(array), self.model.device)
         with torch.inference_mode():
-            return expit(self.model(inputs).cpu().double().numpy())
+            return torch.sigmoid(self.model(inputs).double()).cpu().numpy()
 
 
 def _refuse_unqualified(config: ClassifierConfig, settings: RewardModelSettings, name: object) -> None:

@@ -19,11 +19,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.special import expit
-from sklearn.metrics import roc_auc_score
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from vlmrm.data.comparisons import data_fingerprint
 from vlmrm.errors import ConfigError, TrainingError
 from vlmrm.files import exclusive_lock, make_folder, write_file
 from vlmrm.libraries import parse_device
@@ -62,7 +60,7 @@ def train_classifier(settings: TrainSettings) -> LoadedClassifier:
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices), exclusive_lock(folder / ".lock", refusal):
         begun_with = json.loads(settings.model_dump_json(exclude=FREE))
-        begun_with["data"] = data_fingerprint([str(settings.positive_dir), str(settings.negative_dir)])
+        begun_with["data"] = index.fingerprint
         torch.manual_seed(settings.seed)
         model = initial_classifier(settings)
         origin = {
@@ -164,9 +162,8 @@ class FrameTrainer:
             buffer = BytesIO()
             torch.save({**content, "optimizer": self.optimizer.state_dict()}, buffer)
             write_file(self.folder / STATE, buffer.getvalue())
-            said = "epoch %d of %d: training loss %.4f, AUC %.4f, loss %.3f"
-            auc = roc_auc_score(labels, logits)
-            logger.info(said, len(self.losses), settings.epochs, trained, auc, self.losses[-1])
+            said = "epoch %d of %d: training loss %.4f, loss on held-out frames %.3f"
+            logger.info(said, len(self.losses), settings.epochs, trained, self.losses[-1])
 
     def batches(self, epoch: int) -> DataLoader:
         """Return the batches of an epoch, which are the same in a training that goes on."""

@@ -18,12 +18,13 @@ from vlmrm.data.media import open_image
 from vlmrm.errors import CheckpointError, RowError
 from vlmrm.modeling import LoadedReward
 from vlmrm.modeling.manifest import read_json_of
-from vlmrm.modeling.published_weights import load_exactly, pretrained, read_weights, shared
+from vlmrm.modeling.published_weights import pretrained, read_weights, shared
 from vlmrm.modeling.reward_model import reward_model_class
 from vlmrm.rendering import ProcessedMedia, Rendered, Renderer
 from vlmrm.rewards.built_in.reward_tokens import published_template
 from vlmrm.rewards.contract import PLACEHOLDER, RewardArguments, choice
 from vlmrm.scoring.scorer import LocalScorer
+from vlmrm.weights import load_exactly
 from vlmrm_robots.rewards.trajectory_model import TrajectoryModel, task_and_frames
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -99,10 +99,10 @@ def read_payload(path: Path) -> Trajectory:
     """Read the frames that RLinf's preprocessing sampled out of many episodes, as one trajectory; warn of that."""
     import torch
 
-    from vlmrm.modeling.published_weights import read_weights
+    from vlmrm.weights import read_weight_file
 
     try:
-        content = read_weights(path)
+        content = read_weight_file(path)
     except CheckpointError as error:
         raise DataError(str(error)) from error
     images, labels = content.get("images"), content.get("labels")
