@@ -30,6 +30,7 @@ EXTRAS = {
     "vlmrm[ray]": ENDS,
     "vlmrm[latents]": ENDS,
     "vlmrm-robots[frames]": ENDS,
+    "vlmrm-robots[vlm]": ENDS,
 }
 
 
@@ -40,6 +41,8 @@ def combinations() -> Iterator[tuple[str, Sequence[str], Sequence[str]]]:
         yield f"the core beside {neighbour['name']}", [*core, *neighbour["requires"]], neighbour["pythons"]
     for extra, pythons in EXTRAS.items():
         yield f"the extra {extra}", requirements_of(extra), pythons
+    frames = requirements_of("vlmrm-robots[frames]")
+    yield "frames beside LeRobot", [*frames, "lerobot[dataset]>=0.6"], ["3.12"]
 
 
 def requirements_of(line: str) -> list[str]:

@@ -100,7 +100,7 @@ def reward_model_class(name: str) -> type[BaseRewardModel]:
         if key in OF_ROBOTS:
             if key not in installed:
                 raise ConfigError(f"the reward {name} needs {ROBOTS}: {install_command(ROBOTS)}.")
-            with needs(f"{ROBOTS}[frames]", f"the reward {name}"):
+            with needs(f"{ROBOTS}[vlm]", f"the reward {name}"):
                 cls = installed[key].load()
         elif key not in installed and "." not in name:
             names = [*_registered, *BUILT_IN, *OF_ROBOTS, *installed]

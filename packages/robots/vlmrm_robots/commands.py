@@ -122,6 +122,7 @@ def import_(
     episodes: Path | None = None,
     lerobot: str | None = None,
     label: str | None = None,
+    last_frame: bool = False,
     positive_dir: PositiveDir,
     negative_dir: NegativeDir,
     environment: str,
@@ -134,6 +135,8 @@ def import_(
         episodes: File or folder of RLinf's .pkl and .pt, or of robomimic's and LIBERO's .hdf5.
         lerobot: LeRobotDataset: a folder, or a repository of the hub.
         label: Its column that says which frames succeed. Default: next.success, or a next.reward of 0 and 1.
+        last_frame: That column says how an episode ends, such as is_success: of a successful one the last frame
+            alone is a success.
         environment: Name of the environment that they show.
     """
     from vlmrm_robots.trajectories.importing import episodes_in, import_episodes, summarise
@@ -142,7 +145,7 @@ def import_(
     if lerobot:
         from vlmrm_robots.trajectories.lerobot import episodes_of
 
-        found += episodes_of(lerobot, label)
+        found += episodes_of(lerobot, label, last_frame)
     say(summarise(import_episodes(found, positive_dir, negative_dir, environment)))
 
 

@@ -173,9 +173,9 @@ class FakeDataset(list):
     finalize = save_episode
 
 
-def imported(dataset: FakeDataset, folder: Path, monkeypatch) -> list[TrajectoryFile]:
+def imported(dataset: FakeDataset, folder: Path, monkeypatch, *label: str | bool) -> list[TrajectoryFile]:
     monkeypatch.setattr("vlmrm_robots.trajectories.lerobot._library", lambda: lambda source: dataset)
-    import_episodes(episodes_of("someone/set"), folder / "positive", folder / "negative", "Toy")
+    import_episodes(episodes_of("someone/set", *label), folder / "positive", folder / "negative", "Toy")
     monkeypatch.setattr("vlmrm_robots.trajectories.lerobot._library", lambda: FakeDataset)
     return open_folder(folder / "positive")
 
@@ -196,6 +196,18 @@ def test_a_dataset_keeps_its_task_and_frame_rate(tmp_path, monkeypatch):
     assert (tmp_path / "both" / "fps").read_text() == "25"
     with pytest.raises(ConfigError, match="at least one frame a second"):
         write_dataset([file], tmp_path / "none", fps=0)
+
+
+def test_a_label_of_how_an_episode_ends_is_of_its_last_frame(tmp_path, monkeypatch):
+    """RLinf's export and LeRobot's recordings copy `is_success` to every row."""
+    dataset = FakeDataset(10, {"front": (4, 4)})
+    dataset.meta.features["is_success"] = {}
+    for row in dataset:
+        row["is_success"] = torch.tensor([True])
+    with pytest.raises(DataError, match=r"is_success is a success in every row of an episode.* give --last-frame"):
+        imported(dataset, tmp_path, monkeypatch, "is_success")
+    [file] = imported(dataset, tmp_path, monkeypatch, "is_success", True)
+    assert file.labels.tolist() == [0, 0, 0, 1]
 
 
 def test_lerobot_datasets_without_lerobot_say_how_to_install(tmp_path):

@@ -70,6 +70,7 @@ def test_episodes_that_begin_with_success_are_warned_of(folders, caplog):
         save(folders[0] / f"{name}.npy", {"cam": STORED}, np.array(labels))
     import_trajectories(folders[0], None, *folders[2:], "Toy")
     assert "1 of 2 episodes succeed in every frame (a.npy)" in caplog.text
+    assert folders[3].is_dir()  # empty, which a training takes
 
 
 def test_unimportable_episodes_are_named_after_the_rest(folders):

@@ -14,6 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from vlmrm.errors import DataError
+from vlmrm.files import make_folder
 from vlmrm_robots.trajectories import hdf5, rlinf
 from vlmrm_robots.trajectories.pickles import check_repeats, read_dictionary
 from vlmrm_robots.trajectories.trajectory import (
@@ -109,6 +110,8 @@ def import_episodes(
     positive. Episodes that were imported before are left out, by their content.
     """
     folders = {True: positive_dir, False: negative_dir}
+    for folder in folders.values():
+        make_folder(folder)  # both, which a training asks for
     written: dict[bool, list[Path]] = {True: [], False: []}
     moved = earlier = 0
     always: list[str] = []  # succeed in every frame

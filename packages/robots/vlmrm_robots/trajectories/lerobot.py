@@ -15,17 +15,17 @@ import numpy as np
 
 from vlmrm.errors import ConfigError, DataError, first_line
 from vlmrm.files import make_folder, require_new_folder
-from vlmrm_robots.trajectories.trajectory import Episode, Trajectory, TrajectoryFile, listed, to_uint8
+from vlmrm_robots.trajectories.trajectory import SUCCESS, Episode, Trajectory, TrajectoryFile, listed, to_uint8
 
 IMAGES = "observation.images."
-SUCCESS, REWARD = "next.success", "next.reward"
+COLUMNS = NEXT_SUCCESS, REWARD = "next.success", "next.reward"
 
 
 def _library() -> Any:
     if find_spec("lerobot") is None:
         raise ConfigError(
             "LeRobotDatasets are read and written by lerobot: install it (pip install 'lerobot[dataset]'), vlmrm and "
-            "vlmrm-robots in an environment of their own, without extras."
+            "vlmrm-robots in an environment of their own."
         )
     from lerobot.datasets.lerobot_dataset import LeRobotDataset  # ty: ignore[import-not-found]
 
@@ -35,12 +35,14 @@ def _library() -> Any:
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def episodes_of(source: str, label: str | None = None) -> list[Episode]:
+def episodes_of(source: str, label: str | None = None, last_frame: bool = False) -> list[Episode]:
     """Return the episodes of a LeRobotDataset: a folder, or a repository of the hub.
 
     Args:
         label: the column whose values in [0, 1] are the labels; default: `next.success`, else a `next.reward` of 0
             and 1. A frame's label is that of its own row.
+        last_frame: the column says how an episode ends, in whichever rows: the last frame of a successful one is its
+            only success.
     """
     library, folder = _library(), Path(source)
     try:
@@ -49,23 +51,27 @@ def episodes_of(source: str, label: str | None = None) -> list[Episode]:
         raise DataError(f"{source} cannot be opened as a LeRobotDataset ({first_line(error)}): check it.") from error
     if not opened.meta.camera_keys:
         raise DataError(f"{source} has no cameras, but {listed(opened.meta.features)}.")
-    column = label or next((name for name in (SUCCESS, REWARD) if name in opened.meta.features), None)
+    column = label or next((name for name in COLUMNS if name in opened.meta.features), None)
     if column is None or column not in opened.meta.features:
         raise DataError(
-            f"{source} has no {column or f'{SUCCESS} or {REWARD}'}, but {listed(opened.meta.features)}: name a column."
+            f"{source} has no {column or ' or '.join(COLUMNS)}, but {listed(opened.meta.features)}: name a column."
         )
     return [
-        Episode(f"episode {number}", partial(_digest, row), partial(_read, opened, row, column, label))
+        Episode(
+            f"episode {number}",
+            partial(_digest, row, last_frame),
+            partial(_read, opened, row, column, label, last_frame),
+        )
         for number, row in enumerate(opened.meta.episodes)
     ]
 
 
-def _digest(row: dict[str, Any]) -> str:
+def _digest(row: dict[str, Any], last_frame: bool) -> str:
     """Return a hash of what a dataset says of an episode, in which are statistics of all its columns."""
-    return sha256(repr(sorted(row.items())).encode()).hexdigest()
+    return sha256((repr(sorted(row.items())) + "last frame" * last_frame).encode()).hexdigest()
 
 
-def _read(opened: Any, row: dict[str, Any], column: str, label: str | None) -> Trajectory:
+def _read(opened: Any, row: dict[str, Any], column: str, label: str | None, last_frame: bool) -> Trajectory:
     subject = f"{opened.root}: {column}"
     cameras = {key: key.removeprefix(IMAGES).replace(".", "_") for key in opened.meta.camera_keys}
     images: dict[str, list[np.ndarray]] = {name: [] for name in cameras.values()}
@@ -85,6 +91,13 @@ def _read(opened: Any, row: dict[str, Any], column: str, label: str | None) -> T
         raise DataError(f"{opened.root} has an episode without frames: leave it out.")
     if column == REWARD and label is None and not np.isin(labels, (0, 1)).all():
         raise DataError(f"{subject} has values other than 0 and 1: name it with --label to take it as it is.")
+    if last_frame:
+        labels = [0.0] * (len(labels) - 1) + [max(labels)]
+    elif len(labels) > 1 and min(labels) >= SUCCESS and not column.startswith("next."):
+        raise DataError(
+            f"{subject} is a success in every row of an episode, as what says how it ended: give --last-frame, by "
+            "which the last frame of a successful one is its only success, or name a column of frames with --label."
+        )
     metadata = {"task": task, "fps": str(opened.meta.fps)}
     stacked = {name: np.stack(frames) for name, frames in images.items()}
     return Trajectory(stacked, np.array(labels, dtype=np.float32), metadata)
@@ -115,7 +128,7 @@ def write_dataset(
         IMAGES + key: {"dtype": "image", "shape": (height, width, 3), "names": ["height", "width", "channels"]}
         for key, (_, height, width) in shapes.items()
     }
-    scalars = ((REWARD, "float32"), (SUCCESS, "bool"), ("progress", "float32"))
+    scalars = ((REWARD, "float32"), (NEXT_SUCCESS, "bool"), ("progress", "float32"))
     features |= {name: {"dtype": kind, "shape": (1,), "names": None} for name, kind in scalars}
     partial_folder = folder.with_name(f".{uuid4().hex}.tmp")  # the library leaves half a set where it fails
     try:
@@ -125,7 +138,7 @@ def write_dataset(
             images, progress = {key: file.frames(key) for key in file.keys}, _progress(file)
             for i, success in enumerate(file.successes):
                 row: dict[str, Any] = {IMAGES + key: _rgb(frames[i]) for key, frames in images.items()}
-                row |= {REWARD: file.labels[i : i + 1], SUCCESS: np.array([success]), "task": said}
+                row |= {REWARD: file.labels[i : i + 1], NEXT_SUCCESS: np.array([success]), "task": said}
                 dataset.add_frame(row | {"progress": progress[i : i + 1]})
             dataset.save_episode()
         dataset.finalize()
