@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from vlmrm.conversation import Image, Message
+from vlmrm.conversation import Image, Judgement, Message
 from vlmrm.errors import RowError
 from vlmrm.formats.layout import (
     MEDIA,
@@ -79,7 +80,7 @@ def prm800k(row: Row) -> ParsedRow:
 
 @layout("progress", ["frames", "progress"], one_of=PROMPTS, optional=["system"])
 def progress(row: Row) -> ParsedRow:
-    # An episode: what each frame shows is judged by all frames up to it.
+    # An episode: what each frame shows is judged by all frames up to it. Of a failure the progress may be unknown.
     frames = require_list(row["frames"], "frames")
     values = require_list(row["progress"], "progress")
     if len(frames) != len(values):
@@ -87,7 +88,12 @@ def progress(row: Row) -> ParsedRow:
     prompt = question_turns(row, row[first_of(row, PROMPTS) or ""])
     images = [Image(read_reference(frame)) for frame in frames]
     answers = [Message.of("assistant", *images[: number + 1]) for number in range(len(images))]
-    return _judged([(*prompt, answer) for answer in answers], values, len(prompt), "progress")
+    known = [number for number, value in enumerate(values) if value is not None]
+    parsed = _judged([(*prompt, answer) for answer in answers], [it or 0.0 for it in values], len(prompt), "progress")
+    if len(known) == len(values):
+        return parsed
+    judged = Judgement(tuple(known), tuple(values[number] for number in known), "progress")
+    return replace(parsed, judgements=(judged,)) if known else replace(parsed, unjudged="no frame has a progress")
 
 
 def _solution(row: Row, question: Any, texts: Sequence[str], labels: Sequence[float]) -> ParsedRow:

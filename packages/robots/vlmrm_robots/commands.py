@@ -250,12 +250,31 @@ def pairs(
         frames: Frames of an answer, evenly spread; fewer in both answers of a pair where one has fewer.
         seed: Seed of what is drawn.
     """
-    from vlmrm_robots.trajectories.reward_models import write_pairs
+    from vlmrm_robots.trajectories.rows import write_pairs
 
     options: Any = {"task": task, "frames": frames, "image_key": image_key, "seed": seed}
     counts = write_pairs(_opened(folders, "compare"), output, **options, **({} if kinds is None else {"kinds": kinds}))
     of_kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     say(f"wrote {counts.total()} pairs to {output}: {of_kinds}")
+
+
+@app.command
+@needs("train", "writing values of frames")
+def values(
+    *folders: Folders, output: Path, task: Task = None, frames: int = 8, image_key: ImageKey = None, seed: int = 0
+) -> None:
+    """Write what each frame shows, for `vlmrm train`: the progress towards the first success, and whether it is one.
+
+    Args:
+        output: The new file, .jsonl; its pictures go into a folder beside it.
+        frames: Frames of a clip, evenly spread.
+        seed: Seed of what is drawn.
+    """
+    from vlmrm_robots.trajectories.rows import write_values
+
+    options: Any = {"task": task, "frames": frames, "image_key": image_key, "seed": seed}
+    counts = write_values(_opened(folders, "show"), output, **options)
+    say(f"wrote {counts.total()} clips to {output}: {', '.join(f'{n} {kind}' for kind, n in counts.items())}")
 
 
 @app.command

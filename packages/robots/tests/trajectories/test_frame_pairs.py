@@ -1,4 +1,4 @@
-"""Preferences between episodes: which frames each kind compares, and a training on them."""
+"""Rows made of episodes: which frames each kind compares or values, and a training on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from PIL import Image
 
 from vlmrm import cli, load_scorer
 from vlmrm.errors import ConfigError, DataError
-from vlmrm_robots.trajectories.reward_models import KINDS, Scored, value_order, write_pairs
+from vlmrm.scoring.protocol import prefixes_of
+from vlmrm_robots.trajectories.reward_models import Scored, value_order
+from vlmrm_robots.trajectories.rows import KINDS, write_pairs, write_values
 from vlmrm_robots.trajectories.trajectory import Trajectory, open_folder, write_trajectory
 
 SIDE, FRAMES = 56, 6
@@ -126,6 +128,38 @@ def test_the_ordinary_trainer_learns_which_episodes_are_better(tmp_path, tiny_re
     assert voc.value > 0.9
     untrained = load_scorer(tiny_reward_model).score_prefixes(TASK, pictures_of(fresh[0], [0, 2, 4]))
     assert np.ptp(scores[0]) > 3 * np.ptp(untrained)
+
+
+def test_values_are_the_way_to_success_and_back(tmp_path):
+    files = write_episodes(tmp_path / "light", 1) + write_episodes(tmp_path / "dark", 1, seed=1, task="Make it dark.")
+
+    counts = write_values(files, tmp_path / "values.jsonl", frames=4)
+
+    assert counts == dict.fromkeys(["success", "failure", "truncation", "rewind", "instruction"], 2)
+    rows = {row["category"]: row for row in rows_of(tmp_path / "values.jsonl")}
+    assert rows["success"]["progress"] == [0, 0.25, 0.75, 1] and rows["success"]["success"] == [0, 0, 0, 1]
+    assert set(rows["failure"]["progress"]) == {None} and set(rows["failure"]["success"]) == {0.0}
+    assert set(rows["instruction"]["progress"] + rows["instruction"]["success"]) == {0.0}
+    for kind in ("truncation", "rewind"):
+        steps = [int(name[-8:-4]) for name in rows[kind]["frames"]]
+        assert rows[kind]["progress"] == [step / 4 for step in steps] and max(steps) < 4
+
+
+def test_the_ordinary_trainer_learns_progress_and_success(tmp_path, train_here):
+    write_values(write_episodes(tmp_path / "data", 12), tmp_path / "values.jsonl", frames=3)
+    outputs = ["done=progress", "success=correctness"]
+    train_here(tmp_path / "values.jsonl", outputs=outputs, max_steps=60, learning_rate=2e-3)
+    scorer = load_scorer(tmp_path / "out" / "final")
+    frames = [pictures_of(file, [0, 2, 4]) for file in write_episodes(tmp_path / "fresh", 8, seed=9)]
+
+    won, lost = (
+        [[it["done"], it["success"]] for one in frames[side::2] for it in scorer.score_outputs(prefixes_of(TASK, one))]
+        for side in (0, 1)
+    )
+
+    won, lost = np.reshape(won, (8, 3, 2)), np.reshape(lost, (8, 3, 2))
+    assert np.abs(won[..., 0] - [0, 0.5, 1]).mean() < 0.15
+    assert (won[:, -1, 1] > 0.5).mean() > 0.8 and (lost[..., 1] < 0.5).mean() > 0.9
 
 
 def pictures_of(file, steps):
