@@ -158,6 +158,7 @@ def export(
     image_key: str | None = None,
     fps: int | None = None,
     task: str | None = None,
+    progress: Path | None = None,
 ) -> None:
     """Write a classifier or trajectories as others read them.
 
@@ -168,16 +169,20 @@ def export(
         image_key: The camera of a .pt. Default: the first.
         fps: Frames a second that a LeRobotDataset says it has. Default: those of the set it was imported from, or 10.
         task: Its task. Default: the trajectory's, or the name of its environment.
+        progress: A file of `vlmrm frames progress`: what a model says of these trajectories, for LeRobot's RA-BC.
     """
     if not sources:
         raise ConfigError("there is nothing to export: name a checkpoint, or folders of trajectories.")
-    if sources[0].is_dir() and not (sources[0] / "config.json").exists():
+    trajectories = sources[0].is_dir() and not (sources[0] / "config.json").exists()
+    if progress and not (trajectories and to == "lerobot"):
+        raise ConfigError("progress is a column of a LeRobotDataset: leave it out, or export trajectories to lerobot.")
+    if trajectories:
         from vlmrm_robots.trajectories.lerobot import write_dataset
         from vlmrm_robots.trajectories.rlinf import write_document_files, write_payload
 
         files = _opened(sources, "export")
         if to == "lerobot":
-            say(f"{write_dataset(files, output, fps, task)} frames of {len(files)} episodes are in {output}")
+            say(f"{write_dataset(files, output, fps, task, progress)} frames of {len(files)} episodes are in {output}")
         elif output.suffix == ".pt":
             say(f"{write_payload(files, output, image_key)} frames are in {output}")
         else:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from pyarrow import parquet
 from robot_worlds.squares import small_classifier
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -208,6 +209,25 @@ def test_a_label_of_how_an_episode_ends_is_of_its_last_frame(tmp_path, monkeypat
         imported(dataset, tmp_path, monkeypatch, "is_success")
     [file] = imported(dataset, tmp_path, monkeypatch, "is_success", True)
     assert file.labels.tolist() == [0, 0, 0, 1]
+
+
+def test_a_dataset_has_the_progress_that_a_model_says(tmp_path, monkeypatch):
+    [file] = imported(FakeDataset(30, {"front": (6, 8)}), tmp_path, monkeypatch)
+    said = {"episode": str(file.path), "steps": [0, 2], "scores": [0.2, 0.6]}
+    (tmp_path / "said.jsonl").write_text(json.dumps(said))
+
+    write_dataset([file], tmp_path / "set", progress=tmp_path / "said.jsonl")
+
+    written = parquet.read_table(tmp_path / "set" / "sarm_progress.parquet")["progress_sparse"].to_pylist()
+    assert written == pytest.approx([0.2, 0.4, 0.6, 0.6])
+    for changed, reason in (
+        ({"scores": [-1, 0.5]}, "outside of"),
+        ({"episode": "b"}, "says nothing of"),
+        ({"steps": [0]}, "no file of"),
+    ):
+        (tmp_path / "said.jsonl").write_text(json.dumps(said | changed))
+        with pytest.raises(DataError, match=reason):
+            write_dataset([file], tmp_path / "other", progress=tmp_path / "said.jsonl")
 
 
 def test_lerobot_datasets_without_lerobot_say_how_to_install(tmp_path):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
@@ -107,12 +108,17 @@ def _read(opened: Any, row: dict[str, Any], column: str, label: str | None, last
 
 
 def write_dataset(
-    files: Sequence[TrajectoryFile], folder: Path, fps: int | None = None, task: str | None = None
+    files: Sequence[TrajectoryFile],
+    folder: Path,
+    fps: int | None = None,
+    task: str | None = None,
+    progress: Path | None = None,
 ) -> int:
     """Write trajectories as a LeRobotDataset of exact pictures, and return the number of its frames.
 
-    `next.success` says of each row whether its own frame succeeds, `next.reward` is its label, and `progress` the
-    share of the way to the first success, or 0; `sarm_progress.parquet` has it for LeRobot's weights of samples.
+    `next.success` says of each row whether its own frame succeeds, `next.reward` is its label, and `progress` what a
+    model said in the file of `vlmrm frames progress`, else the share of the way to the first success, or 0;
+    `sarm_progress.parquet` has it for LeRobot's weights of samples (RA-BC).
     """
     library = _library()
     fps = _frames_a_second(files) if fps is None else fps
@@ -124,6 +130,7 @@ def write_dataset(
     for file in files:
         if file.shapes != shapes:
             raise DataError(f"{file.path} has {file.shapes}, and {files[0].path} {shapes}: export equal ones.")
+    reached = {file.path: _progress(file) for file in files} if progress is None else _said_progress(progress, files)
     features: dict[str, Any] = {
         IMAGES + key: {"dtype": "image", "shape": (height, width, 3), "names": ["height", "width", "channels"]}
         for key, (_, height, width) in shapes.items()
@@ -135,14 +142,14 @@ def write_dataset(
         dataset = library.create("local", fps=fps, features=features, root=partial_folder, use_videos=False)
         for file in files:
             said = task or file.metadata.get("task") or file.metadata.get("environment") or "the task"
-            images, progress = {key: file.frames(key) for key in file.keys}, _progress(file)
+            images, share = {key: file.frames(key) for key in file.keys}, reached[file.path]
             for i, success in enumerate(file.successes):
                 row: dict[str, Any] = {IMAGES + key: _rgb(frames[i]) for key, frames in images.items()}
                 row |= {REWARD: file.labels[i : i + 1], NEXT_SUCCESS: np.array([success]), "task": said}
-                dataset.add_frame(row | {"progress": progress[i : i + 1]})
+                dataset.add_frame(row | {"progress": share[i : i + 1]})
             dataset.save_episode()
         dataset.finalize()
-        _write_sarm(files, partial_folder / "sarm_progress.parquet")
+        _write_sarm(files, reached, partial_folder / "sarm_progress.parquet")
         if folder.exists():
             folder.rmdir()
         partial_folder.rename(folder)
@@ -163,7 +170,7 @@ def _frames_a_second(files: Sequence[TrajectoryFile]) -> int:
     return int(rate)
 
 
-def _write_sarm(files: Sequence[TrajectoryFile], path: Path) -> None:
+def _write_sarm(files: Sequence[TrajectoryFile], progress: Mapping[Path, np.ndarray], path: Path) -> None:
     import pyarrow
     from pyarrow import parquet
 
@@ -171,9 +178,24 @@ def _write_sarm(files: Sequence[TrajectoryFile], path: Path) -> None:
         "index": np.arange(sum(map(len, files))),
         "episode_index": np.repeat(np.arange(len(files)), [len(file) for file in files]),
         "frame_index": np.concatenate([np.arange(len(file)) for file in files]),
-        "progress_sparse": np.concatenate([_progress(file) for file in files]),
+        "progress_sparse": np.concatenate([progress[file.path] for file in files]),
     }
     parquet.write_table(pyarrow.table(columns), path)
+
+
+def _said_progress(path: Path, files: Sequence[TrajectoryFile]) -> dict[Path, np.ndarray]:
+    """Return what a file of `vlmrm frames progress` says of each frame, float32 [T], straight between its steps."""
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        said = {line["episode"]: np.array([line["steps"], line["scores"]], dtype=np.float64) for line in lines}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no file of `vlmrm frames progress` ({first_line(error)}): write one.") from error
+    if unsaid := [file.path for file in files if str(file.path) not in said]:
+        raise DataError(f"{path} says nothing of {listed(unsaid)}: score the same folders, by the same paths.")
+    if beyond := [name for name, (_, scores) in said.items() if not ((scores >= 0) & (scores <= 1)).all()]:
+        raise DataError(f"{path} has scores outside of [0, 1] for {listed(beyond)}: score with an output of progress.")
+    every = {file.path: (np.arange(len(file)), *said[str(file.path)]) for file in files}
+    return {name: np.interp(*known).astype(np.float32) for name, known in every.items()}
 
 
 def _progress(file: TrajectoryFile) -> np.ndarray:
