@@ -14,7 +14,7 @@ from vlmrm.errors import BelowThreshold, ConfigError
 from vlmrm.libraries import needs
 from vlmrm.logs import say, start_log
 from vlmrm_robots import FRAMES
-from vlmrm_robots.frames.settings import CollectSettings, DataCollectionSettings, Size, TrainSettings
+from vlmrm_robots.frames.settings import CollectSettings, DataCollectionSettings, Limits, Size, TrainSettings
 
 if TYPE_CHECKING:
     from vlmrm_robots.trajectories.trajectory import TrajectoryFile
@@ -32,7 +32,8 @@ EXAMPLES = (
     'frames progress data/positive --model outputs/best --task "Swing the tip above the line." --output done.jsonl',
     f"frames label episodes --model judge.yaml --above 0.5 {FOLDERS}",
     f"frames train {FOLDERS} --output-checkpoint reward_model.pt",
-    "frames eval reward_model.pt new_data/positive new_data/negative --output eval.json",
+    "frames qualify reward_model.pt new_data/positive new_data/negative --worst worst.png",
+    'frames qualify judge.yaml new_data/positive new_data/negative --task "Swing the tip above the line."',
     "frames demo",
 )
 
@@ -347,50 +348,67 @@ def train(*, settings: Annotated[TrainSettings, Parameter(name="*", consume_mult
         )
 
 
-@app.command(name="eval")
-@needs(FRAMES, "measuring on frames")
-def eval_(
-    checkpoint: Path,
+@app.command
+@needs(FRAMES, "qualifying a scorer")
+def qualify(
+    scorer: str,
     /,
     *folders: Folders,
     threshold: float | None = None,
-    max_false_fires: float = 0.5,
-    min_precision: float = 0.9,
+    limits: Annotated[Limits | None, Parameter(name="*")] = None,
+    task: Task = None,
+    image_key: ImageKey = None,
+    every: int = 1,
     image_size: tuple[int, int, int] | None = None,
     output: Path | None = None,
+    worst: Path | None = None,
     output_checkpoint: Path | None = None,
 ) -> None:
-    """Measure a classifier on new episodes, by frame and by episode. Exits with 6 if they do not qualify it.
+    """Say whether anything that scores frames or episodes is a reward, and above which threshold.
+
+    Labelled episodes that it has not seen decide. Exits with 6 if they do not show it, and says what to collect.
 
     Args:
-        checkpoint: A classifier of vlmrm, RLinf or LeRobot.
-        folders: Folders of trajectories; those of its training are left out.
-        threshold: Of a success, a probability. Default: the checkpoint's.
-        max_false_fires: Share of failed episodes with a frame above it: 95 % sure not to be exceeded.
-        min_precision: Share of the frames above it that are successes: 95 % sure not to be less.
+        scorer: A classifier of vlmrm, RLinf or LeRobot; a trained reward model, the address of a service, a YAML file
+            of one reward, or python:module:function, (task, pictures) to a score for each.
+        folders: Folders of trajectories; those of a classifier's training are left out.
+        threshold: Of a success: a classifier's probability, or another's score. Default: that of a classifier that was
+            measured before; else it is chosen on half of the episodes, and proved on the others.
+        every: Steps from one scored frame of an episode to the next; for models that are slow.
         image_size: C H W, for RLinf's files, which do not tell it.
         output: A JSON file for the figures.
+        worst: A PNG for the failures that score highest, and the successes that score lowest.
         output_checkpoint: A file for the classifier with these figures and this threshold; may be the checkpoint.
     """
+    from vlmrm_robots.frames import evaluation as of
     from vlmrm_robots.frames.checkpoint import load_classifier
-    from vlmrm_robots.frames.evaluation import evaluate, record, write_evaluation
 
-    if not folders:
-        raise ConfigError("there is nothing to measure on: name folders of trajectories.")
-    for name, share in (("threshold", threshold), ("max_false_fires", max_false_fires)):
-        if share is not None and not 0 < share < 1:
-            raise ConfigError(f"{name} is {share}: it is a share between 0 and 1.")
-    if not 0 <= min_precision <= 1:
-        raise ConfigError(f"min_precision is {min_precision}: it is a share from 0 to 1.")
-    loaded = load_classifier(checkpoint, image_size=image_size)
-    evaluation = evaluate(loaded, folders, threshold, max_false_fires, min_precision)
+    files, asked = _opened(folders, "measure on"), limits or Limits()
+    if not of.is_classifier(scorer):
+        from vlmrm_robots.trajectories.reward_models import open_prefix_scorer
+
+        if output_checkpoint or image_size:
+            raise ConfigError(f"{scorer} is no classifier of frames: leave out output_checkpoint and image_size.")
+        shown: Any = {"task": task, "image_key": image_key, "every": every}
+        found = of.qualify_scorer(open_prefix_scorer(scorer), scorer, files, asked, threshold, **shown)
+    else:
+        if task or image_key or every != 1:
+            raise ConfigError(
+                f"{scorer} is a classifier, of frames of its own cameras: leave out task, image_key, every."
+            )
+        if threshold is not None and not 0 < threshold < 1:
+            raise ConfigError(f"threshold is {threshold}: it is a share between 0 and 1.")
+        loaded = load_classifier(scorer, image_size=image_size)
+        found = of.qualify_classifier(loaded, files, asked, threshold)
+        if output_checkpoint is not None:
+            of.record(found, loaded, output_checkpoint)
     if output is not None:
-        write_evaluation(evaluation, output)
-    if output_checkpoint is not None:
-        record(evaluation, loaded, output_checkpoint)
-    say(str(evaluation))
-    if evaluation.reason is not None:
-        raise BelowThreshold(f"{checkpoint} does not qualify as a reward on these episodes: {evaluation.reason}.")
+        of.write_evaluation(found, output)
+    if worst is not None:
+        of.draw_worst(found, worst)
+    say(str(found))
+    if found.reason is not None:
+        raise BelowThreshold(f"{scorer} does not qualify as a reward on these episodes: {found.reason}.")
 
 
 @app.command

@@ -24,6 +24,7 @@ from vlmrm_robots.trajectories.trajectory import (
     trajectory_paths,
 )
 
+BLOCKS, ALIKE = 8, 4.0  # parts of a side of first frames, and how far apart their means are in the same scenery
 Inputs = dict[str, Tensor]  # of a classifier for B frames, by name; `labels` [B] beside them
 
 
@@ -94,22 +95,29 @@ def index_frames(
     """Return the frames of both folders without duplicate trajectories, and the counts of each folder in words."""
     # Every episode may succeed at some time: the frames before it does are failures enough.
     empty = Path(negative_dir).is_dir() and not trajectory_paths(negative_dir)
-    index, summary = index_folders([positive_dir] if empty else [positive_dir, negative_dir], keys, image_size)
+    folders = [positive_dir] if empty else [positive_dir, negative_dir]
+    index, summary = index_files([file for folder in folders for file in open_folder(folder)], keys, image_size)
     if index.labels.all() or not index.labels.any():
         lacking = "a failure" if index.labels.all() else "a success"
         raise DataError(f"no frame is {lacking}, so there is nothing to tell apart ({summary}): collect some.")
     return index, summary
 
 
-def index_folders(folders: Sequence[Path], keys: Sequence[str], image_size: Sequence[int]) -> tuple[FrameIndex, str]:
-    """Return the frames of all folders without duplicate trajectories, and the counts of each folder in words."""
-    opened = {Path(folder): open_folder(folder) for folder in folders}
-    for folder, files in opened.items():
+def index_files(
+    every: Sequence[TrajectoryFile], keys: Sequence[str], image_size: Sequence[int] | None = None
+) -> tuple[FrameIndex, str]:
+    """Return the frames of files without duplicate trajectories, and the counts of each folder in words.
+
+    Without an `image_size` files may differ in theirs.
+    """
+    folders: dict[Path, list[TrajectoryFile]] = {}
+    for file in every:
+        folders.setdefault(file.path.parent, []).append(file)
+    for folder, files in folders.items():
         check_images(folder, files, keys, image_size)
-    every = [file for files in opened.values() for file in files]
     summary = "; ".join(
         f"{folder}: {_count(len(files), np.concatenate([file.successes for file in files]))}"
-        for folder, files in opened.items()
+        for folder, files in folders.items()
     )
     if repeats := _repeats(every, keys):
         names, left_out = listed(file.path.name for file in repeats), {file.path for file in repeats}
@@ -159,3 +167,27 @@ def split(index: FrameIndex, fraction: float, seed: int) -> tuple[np.ndarray, np
                 f"frames without {'successes' if 1 not in labels else 'failures'}: collect more trajectories."
             )
     return np.flatnonzero(~validation), np.flatnonzero(validation)
+
+
+def sceneries(files: Sequence[TrajectoryFile], key: str) -> np.ndarray:
+    """Return a number [E] for each episode, equal where episodes have one scenery; below 0 for a failure in another.
+
+    Those of one environment and task that succeed have one. A failure has theirs if it starts like one of them: the
+    means of each of `BLOCKS` x `BLOCKS` parts of their first frames differ by at most `ALIKE`.
+    """
+    kinds = [(file.metadata.get("environment"), file.metadata.get("task"), file.shapes[key]) for file in files]
+    starts = [_coarse(file.frame(key, 0)) for file in files]
+    good = [bool(file.successes.any()) for file in files]
+    numbers = []
+    for i, kind in enumerate(kinds):
+        alike = [starts[j] for j, other in enumerate(kinds) if good[j] and other == kind]
+        own = good[i] or (alike and (np.abs(np.stack(alike) - starts[i]).max(axis=(1, 2, 3)) <= ALIKE).any())
+        numbers.append(kinds.index(kind) if own else -1)
+    return np.array(numbers)
+
+
+def _coarse(frame: np.ndarray) -> np.ndarray:
+    """Return the means of parts of a frame [C,H,W]: [C,BLOCKS,BLOCKS], or of its pixels where it is smaller."""
+    rows, columns = (np.linspace(0, side, min(BLOCKS, side) + 1).astype(int) for side in frame.shape[1:])
+    sums = np.add.reduceat(np.add.reduceat(frame.astype(np.float64), rows[:-1], axis=1), columns[:-1], axis=2)
+    return sums / np.outer(np.diff(rows), np.diff(columns))

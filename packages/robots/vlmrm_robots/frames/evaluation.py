@@ -1,61 +1,77 @@
-"""`vlmrm frames eval`: a classifier's figures on episodes that it has not seen, and whether they qualify it."""
+"""`vlmrm frames qualify`: figures of any scorer on episodes that it has not seen, and whether it is a reward there."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from scipy.special import logit
+from scipy.special import expit, logit
 from tqdm import tqdm
 
-from vlmrm.errors import ConfigError, DataError
+from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.files import write_json
 from vlmrm_robots.frames.checkpoint import LoadedClassifier, save_classifier
 from vlmrm_robots.frames.classifier import FrameClassifier, model_input
-from vlmrm_robots.frames.dataset import FrameIndex, index_folders, outline_of
-from vlmrm_robots.frames.qualification import (
-    MAX_FALSE_FIRES,
-    MIN_PRECISION,
-    HeldOut,
-    disqualification,
-    figures,
-    in_words,
-)
+from vlmrm_robots.frames.dataset import FrameIndex, index_files, outline_of, sceneries
+from vlmrm_robots.frames.qualification import HeldOut, Verdict, in_words, qualify
+from vlmrm_robots.frames.settings import Limits
+from vlmrm_robots.trajectories.pictures import as_picture, draw_lines
+from vlmrm_robots.trajectories.trajectory import TrajectoryFile
+
+if TYPE_CHECKING:
+    from vlmrm.scoring.protocol import PrefixScorer
 
 BATCH = 128
+WORST = 12  # frames of a line of the sheet
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Figures of a classifier above `threshold`, a probability; `reason` is None if they qualify it."""
+    """Figures of a scorer above `threshold`, a classifier's probability or another's score.
 
-    path: Path
+    `reason` is None if they qualify it; `worst` are the highest failures, and the lowest successes, of its episodes.
+    """
+
+    scorer: str
     threshold: float
     metrics: dict[str, float]
     reason: str | None
     summary: str  # of the episodes, in words
+    worst: tuple[tuple[str, str, list[tuple[TrajectoryFile, int]]], ...]
 
     def __str__(self) -> str:
         return f"{self.summary}\n{in_words(self.metrics, self.threshold)}"
 
 
-def evaluate(
-    loaded: LoadedClassifier,
-    folders: Sequence[Path],
-    threshold: float | None = None,
-    max_false_fires: float = MAX_FALSE_FIRES,
-    min_precision: float = MIN_PRECISION,
-) -> Evaluation:
-    """Measure a classifier on the episodes of folders, but for those that it was trained on or chosen by.
+def is_classifier(scorer: str) -> bool:
+    """Return whether a scorer is a classifier of frames: a file that is no YAML, or a folder of LeRobot's."""
+    path = Path(scorer)
+    if not path.is_dir():
+        return path.suffix not in (".yaml", ".yml") and path.is_file()
+    try:
+        return json.loads((path / "config.json").read_text(encoding="utf-8")).get("type") == "reward_classifier"
+    except (OSError, ValueError, AttributeError):
+        return False
 
-    `threshold` is of a success, by default the checkpoint's; the other two are as in `choose_threshold`.
+
+def qualify_classifier(
+    loaded: LoadedClassifier,
+    files: Sequence[TrajectoryFile],
+    limits: Limits,
+    threshold: float | None = None,
+) -> Evaluation:
+    """Measure a classifier on episodes, but for those that it was trained on or chosen by.
+
+    `threshold` is a probability, by default the checkpoint's; it is chosen for a checkpoint that nobody has measured.
     """
     config, path = loaded.config, loaded.path
-    index, summary = index_folders(folders, config.image_keys, config.image_size)
+    index, summary = index_files(files, config.image_keys, config.image_size)
     if index.crop != config.crop:
         crops = f"{config.crop or 'whole frames'}, and these frames have the crop {index.crop}"
         raise DataError(f"{path} was trained on {crops}: measure it on frames of its own.")
@@ -67,13 +83,63 @@ def evaluate(
     if left_out := len(index.files) - len(new):
         summary += f"; {left_out} episodes of its training are left out"
         index = FrameIndex(new, config.image_keys)
+    if threshold is None and config.qualified is not None:
+        threshold = config.threshold
     logits = logits_of(loaded.model, index, range(len(index)))
-    if not np.isfinite(logits).all():
-        raise DataError(f"{path} scores {np.count_nonzero(~np.isfinite(logits))} frames with no finite number.")
-    threshold = config.threshold if threshold is None else threshold
-    metrics = figures(HeldOut(logits, index.labels, index.owners), float(logit(threshold)))
-    metrics |= {"validation_frames": len(logits), "validation_successes": int(index.labels.sum())}
-    return Evaluation(path, threshold, metrics, disqualification(metrics, max_false_fires, min_precision), summary)
+    held_out = held_out_frames(index, np.arange(len(index)), logits)
+    verdict = qualify(held_out, limits, None if threshold is None else float(logit(threshold)))
+    return _evaluation(str(path), index, held_out, verdict, summary, float(expit(verdict.threshold)))
+
+
+def qualify_scorer(
+    scorer: PrefixScorer,
+    name: str,
+    files: Sequence[TrajectoryFile],
+    limits: Limits,
+    threshold: float | None = None,
+    *,
+    task: str | None = None,
+    image_key: str | None = None,
+    every: int = 1,
+) -> Evaluation:
+    """Measure a scorer of episodes on every `every`-th step of each, by its score after that step.
+
+    `threshold` is a score; by default it is chosen. `task` is the instruction of episodes that do not say theirs.
+    """
+    from vlmrm_robots.trajectories.reward_models import task_of
+
+    key = image_key or files[0].keys[0]
+    index, summary = index_files(files, [key])
+    numbers, scores = np.flatnonzero(index.steps % every == 0), []
+    for number, file in enumerate(tqdm(index.files, desc="scoring", unit="episode", disable=None)):
+        steps = index.steps[numbers][index.owners[numbers] == number]
+        try:
+            scores += scorer.score_prefixes(task_of(file, task), [as_picture(file.frame(key, t)) for t in steps])
+        except RowError as error:
+            raise DataError(f"{name} has no scores of {file.path}: {error.reason}.") from error
+    held_out = held_out_frames(index, numbers, np.array(scores, dtype=np.float64))
+    verdict = qualify(held_out, limits, threshold)
+    return _evaluation(name, index, held_out, verdict, summary, verdict.threshold)
+
+
+def held_out_frames(index: FrameIndex, numbers: np.ndarray, scores: np.ndarray) -> HeldOut:
+    """Return frames of an index, by their numbers, with their scores; DataError if one is no finite number."""
+    if wrong := np.count_nonzero(~np.isfinite(scores)):
+        raise DataError(f"{wrong} of {len(scores)} frames have a score that is no finite number: check the scorer.")
+    owners = index.owners[numbers]
+    scenery = sceneries(index.files, index.keys[0])[owners]
+    return HeldOut(scores, index.labels[numbers], owners, index.steps[numbers], scenery)
+
+
+def _evaluation(
+    name: str, index: FrameIndex, held_out: HeldOut, verdict: Verdict, summary: str, threshold: float
+) -> Evaluation:
+    highest, lowest = verdict.worst
+    key, counts = index.keys[0], {"frames": len(held_out.labels), "successes": int(held_out.labels.sum())}
+    metrics = verdict.figures | {f"validation_{of}": count for of, count in counts.items()}
+    captions = ("failures that score highest", highest), ("successes that score lowest", lowest)
+    worst = tuple((text, key, [(index.files[i], t) for i, t in frames[:WORST]]) for text, frames in captions)
+    return Evaluation(name, threshold, metrics, verdict.reason, summary, worst)
 
 
 @torch.inference_mode()
@@ -87,10 +153,15 @@ def logits_of(model: FrameClassifier, index: FrameIndex, numbers: Sequence[int])
     return np.concatenate(logits)
 
 
+def draw_worst(evaluation: Evaluation, output: Path) -> Path:
+    """Draw the worst frames as a PNG: a line of failures and one of successes, an episode each."""
+    return draw_lines(evaluation.worst, output, WORST)
+
+
 def write_evaluation(evaluation: Evaluation, output: Path) -> None:
     """Write the figures and the verdict as JSON; null where nothing was counted."""
     metrics = {name: None if isnan(value) else value for name, value in evaluation.metrics.items()}
-    content = {"classifier": str(evaluation.path), "threshold": evaluation.threshold, "metrics": metrics}
+    content = {"scorer": evaluation.scorer, "threshold": evaluation.threshold, "metrics": metrics}
     write_json(output, content | {"qualified": evaluation.reason is None, "unqualified_because": evaluation.reason})
 
 

@@ -123,7 +123,7 @@ class FrameScorer:
             if threshold < before and loaded.config.qualified is not None and not settings.accept_unqualified:
                 raise ConfigError(
                     f"threshold is {threshold:.4g} and {path} was qualified at {before:.4g}, above which it rewards "
-                    "failures less often: measure it there with `vlmrm frames eval`, or use it as it is with "
+                    "failures less often: measure it there with `vlmrm frames qualify`, or use it as it is with "
                     "accept_unqualified: true."
                 )
             logger.warning("threshold is %.4g, in place of %.4g in %s", threshold, before, path)

@@ -1,101 +1,154 @@
-"""Figures of a classifier on frames that no training has seen, its threshold, and whether it qualifies as a reward.
+"""Whether a scorer of frames is a reward: its threshold, its figures on episodes it has not seen, and a verdict.
 
-It does if held-out episodes leave little doubt that it tells successes from failures, also within an episode, where
-the scenery does not give the answer away. Frames of one episode are alike, so bounds are bootstrapped over episodes;
-whole episodes are counted, with exact bounds (Clopper-Pearson).
+The threshold is chosen on one half of the episodes and proved on the other, in both directions. In a bound an episode
+counts once, however many frames it has: the bounds of whole episodes are Clopper and Pearson's, those of shares of an
+episode's frames Gaffke's (2005), which are the same where the shares are 0 and 1. A success is compared with episodes
+of the same scenery that have not succeeded at that step: where scores depend on scenery and step alone, its rank among
+them is as if drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from scipy.special import log_expit
-from scipy.stats import binomtest
+from scipy.stats import binomtest, mannwhitneyu
+
+from vlmrm_robots.frames.settings import Limits
 
 MIN_EPISODES = 5  # with a success, and with a failure
-MIN_AUC = 0.6  # of the lower bound; 0.5 is chance
-MIN_PRECISION = 0.9  # of the frames above the threshold, of the lower bound
-MAX_FALSE_FIRES = 0.5  # share of failed episodes, of the upper bound
-DRAWS = 1000
-CANDIDATES = 256  # thresholds that are tried at once
-LOWER, UPPER = 0.025, 0.975  # the ends of a 95 % interval
 CONFIDENCE = 0.95  # of a bound on one side
+DOUBT = (1 - CONFIDENCE) / 2  # the most likely that chance may be to do as well
+CHANCE = 0.5  # of an AUC, and of a precision among as many successes as failures
+FALSE_FIRE = 2.0  # so many successes must a threshold win for one failing episode in which it fires
+DRAWS = 4000
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Scored frames: logits [N], labels [N] of 0 and 1, and the episode [N] of each."""
+    """Scored frames: score, label (0 or 1), episode and step of each [N], and the scenery [N] of its episode.
 
-    logits: np.ndarray
+    Episodes of one scenery are compared with each other; by default all that succeed are of one, and none that fails.
+    """
+
+    scores: np.ndarray
     labels: np.ndarray
     episodes: np.ndarray
+    steps: np.ndarray
+    sceneries: np.ndarray | None = None
+
+    def played(self, ignore_around: int) -> list[Played]:
+        """Return the episodes, without the failures that are as near to a success as `ignore_around`."""
+        found = []
+        for name in np.unique(self.episodes):
+            chosen = np.flatnonzero(self.episodes == name)
+            steps, success = self.steps[chosen], self.labels[chosen] == 1
+            near = np.abs(steps[:, None] - steps[success]).min(axis=1, initial=np.iinfo(np.int64).max)
+            scenery = 0 if success.any() else -1
+            if self.sceneries is not None:
+                scenery = int(self.sceneries[chosen[0]])
+            failure = ~success & (near > ignore_around)
+            found.append(Played(int(name), self.scores[chosen], steps, success, failure, scenery))
+        return found
+
+
+@dataclass(frozen=True)
+class Played:
+    """An episode: the score and step of each frame [T], which are successes and which failures, and its scenery."""
+
+    episode: int
+    scores: np.ndarray
+    steps: np.ndarray
+    success: np.ndarray
+    failure: np.ndarray
+    scenery: int
 
     @cached_property
-    def owners(self) -> np.ndarray:
-        """The episodes as numbers from 0 on: [N]."""
-        return np.unique(self.episodes, return_inverse=True)[1]
+    def succeeds(self) -> bool:
+        return bool(self.success.any())
 
     @cached_property
-    def draws(self) -> np.ndarray:
-        """How often each of E episodes is in a sample of as many, drawn with replacement: [DRAWS, E]."""
-        count = int(self.owners.max()) + 1
-        return np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), DRAWS).astype(np.float64)
+    def peak(self) -> float:
+        """The highest score of a failure; -inf without one."""
+        return float(self.scores[self.failure].max(initial=-np.inf))
 
-    def count(self, chosen: np.ndarray) -> np.ndarray:
-        """Return how many frames of each episode are chosen: [E]."""
-        return np.bincount(self.owners[chosen], minlength=self.draws.shape[1])
-
-    def peaks(self) -> np.ndarray:
-        """Return the highest logit of each failed episode, one without any success."""
-        highest = np.full(self.draws.shape[1], -np.inf)
-        np.maximum.at(highest, self.owners, self.logits)
-        return highest[self.count(self.labels == 1) == 0]
+    def share(self, chosen: np.ndarray, threshold: Any) -> Any:
+        """Return the share of the chosen frames above a threshold, or above each of several."""
+        ordered = np.sort(self.scores[chosen])
+        return 1 - np.searchsorted(ordered, threshold, "right") / len(ordered)
 
 
-def choose_threshold(
-    held_out: HeldOut,
-    target_fpr: float,
-    max_false_fires: float = MAX_FALSE_FIRES,
-    min_precision: float = MIN_PRECISION,
-) -> float:
-    """Return the highest logit with the recall of the lowest that three limits allow.
+@dataclass(frozen=True)
+class Verdict:
+    """The figures of a scorer above `threshold`, and why it is no reward; None if it qualifies.
 
-    Above it lie at most the share `target_fpr` of the failures; with 95 % confidence at most the share
-    `max_false_fires` of failed episodes has a frame there, or none, where too few were held out to show that; and at
-    least the share `min_precision` of the frames there are successes, or else no failure is.
+    `worst` are the highest failure of each episode, from the highest on, and the lowest success, from the lowest on,
+    each as an episode and a step.
     """
-    logits = held_out.logits
-    failures = np.sort(logits[held_out.labels == 0])[::-1]
-    lowest = failures[int(target_fpr * len(failures))]
-    if len(peaks := np.sort(held_out.peaks())[::-1]):
-        tolerated = sum(upper_bound(fires, len(peaks)) <= max_false_fires for fires in range(len(peaks)))
-        lowest = max(lowest, peaks[max(tolerated - 1, 0)])  # bounds grow with the fires
-    lowest = _precise(held_out, np.append(lowest, failures[::-1][failures[::-1] > lowest]), min_precision)
-    rewarded = logits[(held_out.labels == 1) & (logits > lowest)]
-    if not len(rewarded):
-        return float(logits.max())  # no threshold has a recall, and this one rewards nothing
-    return float((logits[logits < rewarded.min()].max() + rewarded.min()) / 2)
+
+    threshold: float
+    figures: dict[str, float]
+    reason: str | None
+    worst: tuple[list[tuple[int, int]], list[tuple[int, int]]]
 
 
-def _precise(held_out: HeldOut, candidates: np.ndarray, precision: float) -> float:
-    """Return the first of ascending thresholds above which the precision's lower bound is as high; else the last."""
-    draws, positive = held_out.draws, held_out.labels == 1
-    scores = [
-        [np.sort(held_out.logits[(held_out.owners == owner) & chosen]) for owner in range(draws.shape[1])]
-        for chosen in (positive, ~positive)
-    ]
-    for start in range(0, len(candidates), CANDIDATES):
-        chunk = candidates[start : start + CANDIDATES]
-        hits, false_hits = (
-            np.array([len(of) - np.searchsorted(of, chunk, "right") for of in episodes]) for episodes in scores
-        )
-        bounds = np.quantile(_ratio(draws @ hits, draws @ (hits + false_hits), 0.0), LOWER, axis=0)
-        if (bounds >= precision).any():
-            return float(chunk[np.argmax(bounds >= precision)])
-    return float(candidates[-1])
+def qualify(held_out: HeldOut, limits: Limits, threshold: float | None = None) -> Verdict:
+    """Return whether scored frames of episodes that a scorer has not seen show it to be a reward.
+
+    Without a `threshold`, one is chosen on each half of the episodes. The higher of both is the verdict's: false fires
+    count above the one that the other half has chosen, and successes above the higher.
+    """
+    played = held_out.played(limits.ignore_around)
+    proved = np.full(len(played), threshold, dtype=np.float64)
+    if threshold is None:
+        second = halves(played)
+        for half in (second, ~second):
+            proved[~half] = choose_threshold([played[i] for i in np.flatnonzero(half)])
+        threshold = float(proved.max())
+    measured = figures(held_out, played, threshold, proved)
+    return Verdict(threshold, measured, disqualification(measured, limits), (_worst(played, -1), _worst(played, 1)))
+
+
+def _worst(played: Sequence[Played], sign: int) -> list[tuple[int, int]]:
+    found = []
+    for one in played:
+        scores = np.where(one.success if sign > 0 else one.failure, sign * one.scores, np.inf)
+        found.append((float(scores.min()), one.episode, int(one.steps[scores.argmin()])))
+    return [(episode, step) for score, episode, step in sorted(found) if score < np.inf]
+
+
+def halves(played: Sequence[Played]) -> np.ndarray:
+    """Return which episodes are of the second half, bool [E]: every other one of those that succeed, and that fail."""
+    second, generator = np.zeros(len(played), dtype=bool), np.random.default_rng(0)
+    for succeeds in (True, False):
+        second[generator.permutation([i for i, one in enumerate(played) if one.succeeds == succeeds])[1::2]] = True
+    return second
+
+
+def choose_threshold(played: Sequence[Played]) -> float:
+    """Return the score above which the mean share of successes, less `FALSE_FIRE` times that of fires, is highest.
+
+    A fire is a failing episode, or the failures of another, with a frame above. Of the scores with that difference it
+    is the middle; where none is above 0, the highest of all, above which nothing is rewarded.
+    """
+    peaks = np.unique([one.peak for one in played if one.failure.any()])
+    winning = [one for one in played if one.succeeds]
+    if not winning or not len(peaks):
+        return max((float(one.scores.max()) for one in played), default=np.inf)
+    recall = np.mean([one.share(one.success, peaks) for one in winning], axis=0)
+    fires = np.mean([one.peak > peaks for one in played if one.failure.any()], axis=0)
+    gain = (recall - FALSE_FIRE * fires)[::-1]
+    lowest = peaks[::-1][gain.argmax()]
+    above = [one.scores[one.success & (one.scores > lowest)] for one in winning]
+    rewarded = np.concatenate(above).min(initial=np.inf)
+    return float(lowest if np.isinf(rewarded) else (lowest + rewarded) / 2)
+
+
+# Bounds --------------------------------------------------------------------------------------------------------------
 
 
 def upper_bound(count: int, of: int) -> float:
@@ -103,49 +156,122 @@ def upper_bound(count: int, of: int) -> float:
     return float(binomtest(count, of, alternative="less").proportion_ci(CONFIDENCE).high) if of else 1.0
 
 
+def lower_mean(shares: np.ndarray, confidence: float = 1 - DOUBT) -> float:
+    """Return a lower bound of the mean of which shares [E], each from 0 to 1, are drawn: Gaffke's.
+
+    It is a quantile of the mean with random weights (Dirichlet's), in which another share, 0, has a weight too. Of
+    zeros and ones it is Clopper and Pearson's.
+    """
+    weights = np.random.default_rng(0).standard_exponential((DRAWS, len(shares) + 1))
+    return float(np.quantile(weights[:, 1:] @ shares / weights.sum(axis=1), 1 - confidence))
+
+
 def episodes_needed(share: float) -> int:
     """Return the least number of failed episodes, none of which fires, that shows at most this share."""
     return int(np.ceil(np.log(1 - CONFIDENCE) / np.log(1 - share)))
 
 
-def figures(held_out: HeldOut, threshold: float) -> dict[str, float]:
-    """Return the figures of scored frames with a threshold on the logit.
+def same_step(played: Sequence[Played]) -> tuple[float, float, float]:
+    """Compare each first success with failures of the same scenery at the same step.
 
-    Those of frames have the ends `_low` and `_high` of their 95 % intervals, by a percentile bootstrap over episodes;
-    NaN where nothing is counted. `episode_auc` is that of pairs of frames of one episode. `false_fires_high` is the
-    share of all failed episodes that may have a frame above the threshold.
+    Returns the share of pairs in order (ties as halves), how likely scores that depend on scenery and step alone have
+    as high a share, and how likely they have all in order: above `DOUBT`, nothing can be shown.
     """
-    positive, above = held_out.labels == 1, held_out.logits > threshold
-    successes, failures, hits, false_hits = (
-        held_out.count(chosen) for chosen in (positive, ~positive, positive & above, ~positive & above)
-    )
-    pairs, of_pairs = ordered_pairs(held_out), np.outer(successes, failures)
+    starts = np.array([one.steps[one.success].min(initial=np.iinfo(np.int64).max) for one in played])
+    below, sizes = 0.0, []
+    for first, start in zip(played, starts, strict=True):
+        if not first.succeeds:
+            continue
+        same = zip(played, starts > start, strict=True)  # those that succeeded before are no rivals any more
+        rivals = [one for one, later in same if later and one.scenery == first.scenery]
+        others = np.concatenate([one.scores[one.failure & (one.steps == start)] for one in rivals] or [[]])
+        score = first.scores[first.steps == start][0]
+        below += (others < score).sum() + (others == score).sum() / 2
+        sizes.append(len(others))
+    if not sum(sizes):
+        return np.nan, 1.0, 1.0
+    drawn = np.random.default_rng(0).integers(0, np.array(sizes) + 1, (DRAWS, len(sizes))).sum(axis=1)
+    possible = float(np.prod(1 / (np.array(sizes) + 1.0)))
+    return below / sum(sizes), float((1 + (drawn >= below).sum()) / (1 + DRAWS)), possible
 
-    def sums(draws: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray, float]]:
-        """Return what is counted, of how many, and what a share of none is, for samples [D,E] of episodes."""
-        return {
-            "auc": (_over_pairs(draws, pairs), _over_pairs(draws, of_pairs), 0.5),
-            "episode_auc": (draws @ pairs.diagonal(), draws @ of_pairs.diagonal(), 0.5),
-            "recall": (draws @ hits, draws @ successes, 0.0),
-            "precision": (draws @ hits, draws @ (hits + false_hits), 0.0),
-            "false_positive_rate": (draws @ false_hits, draws @ failures, 0.0),
-        }
 
-    values = {"loss": loss_of(held_out.logits, held_out.labels)}
-    whole = sums(np.ones((1, len(hits))))
-    for name, (part, of, otherwise) in sums(held_out.draws).items():
-        low, high = np.quantile(_ratio(part, of, otherwise), (LOWER, UPPER))
-        value = _ratio(*whole[name][:2], np.nan).item()
-        values |= {name: value, f"{name}_low": float(low), f"{name}_high": float(high)}
-    peaks = held_out.peaks()
-    fires = int((peaks > threshold).sum())
-    return values | {
-        "successful_episodes": int((successes > 0).sum()),
-        "failing_episodes": int((failures > 0).sum()),
-        "failed_episodes": len(peaks),
-        "false_fires": fires,
-        "false_fires_high": upper_bound(fires, len(peaks)),
+def before_success(played: Sequence[Played]) -> np.ndarray:
+    """Return for each episode the share of its successes above its last failure before the first of them.
+
+    Ties are halves; an episode without such a failure is left out.
+    """
+    shares = []
+    for one in played:
+        earlier = np.flatnonzero(one.failure[: int(one.success.argmax())]) if one.succeeds else []
+        if len(earlier):
+            after, before = one.scores[one.success], one.scores[earlier[-1]]
+            shares.append((after > before).mean() + (after == before).mean() / 2)
+    return np.array(shares)
+
+
+# Figures -------------------------------------------------------------------------------------------------------------
+
+
+def figures(
+    held_out: HeldOut, played: Sequence[Played], threshold: float, proved: Sequence[float] | np.ndarray
+) -> dict[str, float]:
+    """Return the figures of episodes; failures of episode i fire above `proved[i]`. NaN where nothing is counted.
+
+    `precision_low` is for as many successes as failures: of the mean recall of an episode, and of its mean share of
+    failures that fire, each has the worse of two bounds of 97.5 %.
+    """
+    every = [(one, float(cut)) for one, cut in zip(played, proved, strict=True)]
+    winning = [one for one in played if one.succeeds]
+    failing = [(one, cut) for one, cut in every if one.failure.any()]
+    fires = {
+        succeeds: [one.peak > cut for one, cut in failing if one.succeeds == succeeds] for succeeds in (False, True)
     }
+    recall = np.array([one.share(one.success, threshold) for one in winning])
+    rate = np.array([one.share(one.failure, cut) for one, cut in failing])
+    recall_low, rate_high = lower_mean(recall), 1 - lower_mean(1 - rate)
+    successes, failures = (
+        np.array([one.success.sum() for one in winning]),
+        np.array([o.failure.sum() for o, _ in failing]),
+    )
+    hits, false_hits = recall @ successes, rate @ failures
+    ordered, chance, at_best = same_step(played)
+    edge = before_success(played)
+    return {
+        "loss": loss_of(held_out.scores, held_out.labels),
+        "auc": _auc(played),
+        "same_step_auc": ordered,
+        "same_step_chance": chance,
+        "same_step_chance_at_best": at_best,
+        "before_success_auc": float(edge.mean()) if len(edge) else np.nan,
+        "before_success_auc_low": lower_mean(edge),
+        "before_success_episodes": len(edge),
+        "precision": _share(hits, hits + false_hits),
+        "precision_low": _share(recall_low, recall_low + rate_high),
+        "recall": _share(hits, successes.sum()),
+        "recall_low": recall_low,
+        "false_positive_rate": _share(false_hits, failures.sum()),
+        "false_positive_rate_high": rate_high,
+        "ignored_frames": int(len(held_out.scores) - successes.sum() - failures.sum()),
+        "successful_episodes": len(winning),
+        "failing_episodes": len(failing),
+        "failed_episodes": len(fires[False]),
+        "false_fires": sum(fires[False]),
+        "false_fires_high": upper_bound(sum(fires[False]), len(fires[False])),
+        "early_episodes": len(fires[True]),
+        "early_fires": sum(fires[True]),
+        "early_fires_high": upper_bound(sum(fires[True]), len(fires[True])),
+    }
+
+
+def _auc(played: Sequence[Played]) -> float:
+    good, bad = (np.concatenate([one.scores[getattr(one, of)] for one in played]) for of in ("success", "failure"))
+    if not len(good) or not len(bad):
+        return np.nan
+    return float(mannwhitneyu(good, bad).statistic / (len(good) * len(bad)))
+
+
+def _share(part: Any, of: Any) -> float:
+    return float(part / of) if of else np.nan
 
 
 def loss_of(logits: np.ndarray, labels: np.ndarray) -> float:
@@ -153,82 +279,80 @@ def loss_of(logits: np.ndarray, labels: np.ndarray) -> float:
     return -float(log_expit(np.where(labels == 1, logits, -logits).astype(np.float64)).mean())
 
 
-def ordered_pairs(held_out: HeldOut) -> np.ndarray:
-    """Return how many pairs of a success of episode i and a failure of episode j are in order, ties as halves: [E,E].
-
-    The sum over a drawn sample is its AUC, so that no draw needs to sort frames again.
-    """
-    logits, owners, positive = held_out.logits, held_out.owners, held_out.labels == 1
-    count = held_out.draws.shape[1]
-    ordered = np.zeros((count, count))
-    for j in range(count):
-        failures = np.sort(logits[(owners == j) & ~positive])
-        below = sum(np.searchsorted(failures, logits[positive], side) for side in ("left", "right")) / 2
-        ordered[:, j] = np.bincount(owners[positive], below, minlength=count)
-    return ordered
-
-
-def _over_pairs(draws: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-    """Return the sums of pairs [E,E] of episodes over samples [D,E]: [D]."""
-    return ((draws @ pairs) * draws).sum(axis=1)
-
-
-def _ratio(above: np.ndarray, below: np.ndarray, otherwise: float) -> np.ndarray:
-    return np.divide(above, below, out=np.full(np.shape(below), otherwise), where=below > 0)
-
-
-def disqualification(
-    measured: Mapping[str, float], max_false_fires: float = MAX_FALSE_FIRES, min_precision: float = MIN_PRECISION
-) -> str | None:
-    """Return why a classifier with these `figures` is no reward; None if it qualifies."""
-    succeeding, failing = measured["successful_episodes"], measured["failing_episodes"]
-    if min(succeeding, failing) < MIN_EPISODES:  # other bounds follow from it
-        reasons = [
-            f"{succeeding:.0f} held-out episodes show a success and {failing:.0f} a failure, of which at least "
-            f"{MIN_EPISODES} each are needed (raise val_fraction or collect more episodes)"
-        ]
-    else:
-        reasons = _doubts(measured, min_precision)
-    if not measured["false_fires_high"] <= max_false_fires:
+def disqualification(measured: Mapping[str, float], limits: Limits) -> str | None:
+    """Return why a scorer with these `figures` is no reward, and what would help; None if it qualifies."""
+    if min(measured["successful_episodes"], measured["failing_episodes"]) < MIN_EPISODES:  # no bound can be met
+        return (
+            f"{measured['successful_episodes']:.0f} held-out episodes show a success and "
+            f"{measured['failing_episodes']:.0f} a failure, of which at least {MIN_EPISODES} each are needed (collect "
+            "more episodes, or hold out more)"
+        )
+    reasons = [*_doubts_of_sight(measured, limits), *_doubts_of_fires(measured, limits)]
+    if not measured["precision"] >= limits.min_precision:
         reasons.append(
-            f"it fires in {measured['false_fires']:.0f} of the {measured['failed_episodes']:.0f} held-out episodes "
-            f"that fail, so that it may fire in {measured['false_fires_high']:.0%} of all, more than max_false_fires, "
-            f"{max_false_fires:.0%} (which {episodes_needed(max_false_fires)} episodes without a fire would show)"
+            f"its precision is {measured['precision']:.3f}, below min_precision, {limits.min_precision:g} (train it "
+            "on more of what it takes for a success)"
+        )
+    elif not measured["precision_low"] > CHANCE:
+        reasons.append(
+            f"among as many successes as failures its precision may be as low as {measured['precision_low']:.3f}, not "
+            f"above {CHANCE} (measure it on more episodes)"
         )
     return ", and ".join(reasons) or None
 
 
-def _doubts(measured: Mapping[str, float], min_precision: float) -> list[str]:
-    """Return what is to be doubted by the figures of frames, and of episodes that succeed."""
+def _doubts_of_sight(measured: Mapping[str, float], limits: Limits) -> Iterator[str]:
+    """Yield why it may not see the success itself."""
+    if not measured["same_step_chance_at_best"] <= DOUBT:
+        yield (
+            "whether it sees more than scenery and step cannot be told, because too few successes begin where an "
+            "episode of the same scenery has not succeeded yet (collect failures from the starts of successes, or "
+            "successes that begin at other steps)"
+        )
+    elif not measured["same_step_chance"] <= DOUBT:
+        yield (
+            f"of pairs of a success and an episode of the same scenery that has not succeeded at that step, "
+            f"{measured['same_step_auc']:.0%} are in order, which chance does with a probability of "
+            f"{measured['same_step_chance']:.2f}: it may know scenery and step alone (train on failures from the "
+            "starts of successes)"
+        )
+    if measured["before_success_episodes"] and not measured["before_success_auc_low"] > CHANCE:
+        yield (
+            f"{limits.ignore_around + 1} steps before a success it scores below {measured['before_success_auc']:.0%} "
+            f"of the successes after it, and perhaps below {measured['before_success_auc_low']:.0%}: it may fire near "
+            "a success (collect episodes that come near and fail; if the labels are late, raise ignore_around)"
+        )
 
-    def said(name: str) -> str:
-        return f"is {measured[name]:.3f} and may be as low as {measured[f'{name}_low']:.3f}, which is"
 
-    reasons = []
-    if measured["auc_low"] <= MIN_AUC:
-        reasons.append(f"its AUC {said('auc')} not above {MIN_AUC}")
-    elif not measured["episode_auc_low"] > MIN_AUC or np.isnan(measured["episode_auc"]):
-        looks = "it may know episodes by their looks alone"
-        reasons.append(f"within an episode its AUC {said('episode_auc')} not above {MIN_AUC}: {looks}")
-    if measured["precision_low"] < min_precision and not np.isnan(measured["precision"]):
-        reasons.append(f"its precision {said('precision')} below min_precision, {min_precision:g}")
-    if measured["recall_low"] <= (rate := measured["false_positive_rate"]):
-        reasons.append(f"its recall {said('recall')} not above its rate of false positives, {rate:.4f}")
-    return reasons
+def _doubts_of_fires(measured: Mapping[str, float], limits: Limits) -> Iterator[str]:
+    """Yield in which episodes it fires for nothing."""
+    share = limits.max_false_fires
+    groups = {"false": ("failed", "that fail"), "early": ("early", "that succeed, beside the success")}
+    for fires, (episodes, which) in groups.items():
+        count, high = measured[f"{episodes}_episodes"], measured[f"{fires}_fires_high"]
+        if high > share and (count or fires == "false"):
+            yield (
+                f"it fires in {measured[f'{fires}_fires']:.0f} of the {count:.0f} held-out episodes {which}, so that "
+                f"it may fire in {high:.0%} of all, more than max_false_fires, {share:.0%} (which "
+                f"{episodes_needed(share)} episodes without a fire would show)"
+            )
 
 
 def in_words(measured: Mapping[str, float], threshold: float) -> str:
-    """Return `figures` in three lines; `threshold` is the probability."""
+    """Return `figures` in four lines, with the threshold on the scale that users see."""
 
-    def interval(name: str) -> str:
-        if np.isnan(measured[name]):
-            return "unknown"
-        return f"{measured[name]:.4f} ({measured[f'{name}_low']:.4f} to {measured[f'{name}_high']:.4f})"
+    def figure(name: str) -> str:
+        return "unknown" if np.isnan(measured[name]) else f"{measured[name]:.4f}"
 
     return (
-        f"  AUC {interval('auc')}, within an episode {interval('episode_auc')}; loss {measured['loss']:.4f}\n"
-        f"  above {threshold:.4f}: precision {interval('precision')}, recall {interval('recall')}, "
-        f"false positives {interval('false_positive_rate')}\n"
-        f"  it fires in {measured['false_fires']:.0f} of {measured['failed_episodes']:.0f} episodes that fail, and "
-        f"with 95 % confidence in at most {measured['false_fires_high']:.0%} of all such"
+        f"  AUC {figure('auc')}; of successes and failures of the same scenery at the same step "
+        f"{figure('same_step_auc')}, of successes and the moment before them {figure('before_success_auc')}\n"
+        f"  above {threshold:.4g}: precision {figure('precision')}, recall {figure('recall')}, false positives "
+        f"{figure('false_positive_rate')}; {measured['ignored_frames']:.0f} failures near a success do not count\n"
+        f"  by episode, with 95 % confidence: recall at least {figure('recall_low')}, false positives at most "
+        f"{figure('false_positive_rate_high')}, precision among as many successes as failures at least "
+        f"{figure('precision_low')}\n"
+        f"  it fires in {measured['false_fires']:.0f} of {measured['failed_episodes']:.0f} episodes that fail, and in "
+        f"at most {measured['false_fires_high']:.0%} of all such; beside the success in {measured['early_fires']:.0f} "
+        f"of {measured['early_episodes']:.0f}, and in at most {measured['early_fires_high']:.0%}"
     )

@@ -144,7 +144,23 @@ class CollectSettings(EnvironmentSettings):
     reward: FrameRewardSettings = Field(default_factory=FrameRewardSettings)
 
 
-class TrainSettings(Strict, frozen=True):
+class Limits(Strict, frozen=True):
+    """What is asked of a reward on held-out episodes, and how late their labels may be."""
+
+    max_false_fires: float = _option(
+        "Share of failed episodes with a frame above the threshold: 95 % sure not to be exceeded.", 0.5, gt=0, lt=1
+    )
+    min_precision: float = _option("Least share of successes in the frames above the threshold.", 0.9, ge=0, le=1)
+    ignore_around: int = _option("Steps beside a success in which failures do not count: labels are late.", 5, ge=0)
+
+    def __init__(self, **values: Any):
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError(f"{describe_errors(error.errors(), type(self), values=True)}.") from None
+
+
+class TrainSettings(Limits, frozen=True):
     """The data that a classifier is trained on, its architecture and its optimisation."""
 
     positive_dir: Path = _option("Folder of positive trajectories.")
@@ -171,21 +187,8 @@ class TrainSettings(Strict, frozen=True):
     seed: int = _option("Of the weights, the split, the order and the augmentation.", 0, ge=0)
     balance: Literal["weights", "none"] = _option("Make successes count as much as failures.", "weights")
     patience: int = _option("Stop after this many epochs without a lower loss on the held-out frames.", 10, ge=1)
-    target_fpr: float = _option("Share of the held-out failures that may lie above the threshold.", 0.01, ge=0, lt=1)
-    max_false_fires: float = _option(
-        "Share of failed episodes with a frame above the threshold: 95 % sure not to be exceeded.", 0.5, gt=0, lt=1
-    )
-    min_precision: float = _option(
-        "Share of the frames above the threshold that are successes: 95 % sure not to be less.", 0.9, ge=0, le=1
-    )
     num_workers: int = _option("Processes that read frames.", 0, ge=0)
     use_cpu: bool = _option("Leave GPUs alone.", False)
-
-    def __init__(self, **values: Any):
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise ConfigError(f"{describe_errors(error.errors(), type(self), values=True)}.") from None
 
     @model_validator(mode="after")
     def _check_backbone(self) -> TrainSettings:

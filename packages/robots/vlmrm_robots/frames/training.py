@@ -28,8 +28,8 @@ from vlmrm.libraries import parse_device
 from vlmrm_robots.frames.checkpoint import LoadedClassifier, load_classifier, save_classifier
 from vlmrm_robots.frames.classifier import FrameClassifier, classifier_config, model_input
 from vlmrm_robots.frames.dataset import FrameIndex, Inputs, index_frames, outline_of, split
-from vlmrm_robots.frames.evaluation import logits_of
-from vlmrm_robots.frames.qualification import HeldOut, choose_threshold, disqualification, figures, in_words, loss_of
+from vlmrm_robots.frames.evaluation import held_out_frames, logits_of
+from vlmrm_robots.frames.qualification import HeldOut, in_words, loss_of, qualify
 from vlmrm_robots.frames.settings import TrainSettings, check_same
 from vlmrm_robots.trajectories.pictures import write_frames
 
@@ -39,7 +39,7 @@ DIGITS = 3  # of a validation loss: smaller differences are no improvement
 STATE = "state.pt"
 # Settings with which an unfinished training may go on.
 FREE = {"output_checkpoint", "epochs", "patience", "num_workers", "use_cpu", "vis_output_dir"}
-FREE |= {"visualize_positive", "target_fpr", "max_false_fires", "min_precision"}
+FREE |= {"visualize_positive", "max_false_fires", "min_precision", "ignore_around"}
 
 
 def train_classifier(settings: TrainSettings) -> LoadedClassifier:
@@ -157,7 +157,7 @@ class FrameTrainer:
                 raise TrainingError(f"weights are not finite: lower lr, which is {settings.lr}.")
             self.losses.append(round(loss_of(logits, labels), DIGITS))
             if self.losses[-1] < min(self.losses[:-1], default=np.inf):
-                self._save_best(HeldOut(logits, labels, self.index.owners[self.validation]))
+                self._save_best(held_out_frames(self.index, self.validation, logits))
             content = {"begun_with": begun_with, "losses": self.losses, "model": self.model.state_dict()}
             buffer = BytesIO()
             torch.save({**content, "optimizer": self.optimizer.state_dict()}, buffer)
@@ -194,19 +194,17 @@ class FrameTrainer:
         return float(np.mean(losses))
 
     def _save_best(self, held_out: HeldOut) -> None:
-        settings = self.settings
-        threshold = choose_threshold(held_out, settings.target_fpr, settings.max_false_fires, settings.min_precision)
-        metrics = figures(held_out, threshold)
-        reason = disqualification(metrics, settings.max_false_fires, settings.min_precision)
+        verdict = qualify(held_out, self.settings)
+        metrics = verdict.figures
         metrics |= {
             "epoch": len(self.losses),
             "validation_frames": len(held_out.labels),
             "validation_successes": int(held_out.labels.sum()),
         }
         update = {
-            "threshold": float(expit(threshold)),
+            "threshold": float(expit(verdict.threshold)),
             "metrics": metrics,
-            "qualified": reason is None,
-            "unqualified_because": reason,
+            "qualified": verdict.reason is None,
+            "unqualified_because": verdict.reason,
         }
-        save_classifier(settings.output_checkpoint, self.model, self.model.spec.model_copy(update=update))
+        save_classifier(self.settings.output_checkpoint, self.model, self.model.spec.model_copy(update=update))

@@ -36,18 +36,26 @@ def contact_sheet(
     if columns < 1 or rows < 1 or columns * rows * len(keys) > MAX_CELLS:
         cells = f"{rows} trajectories by {columns} frames of {len(keys)} cameras"
         raise ConfigError(f"a sheet of {cells} cannot be drawn: it has 1 to {MAX_CELLS} cells.")
-    files = [trajectories[i] for trajectories in folders for i in _spread(len(trajectories), rows)]
-    lines = [*product(files, keys)]
+    lines = []
+    for file, key in product((files[i] for files in folders for i in _spread(len(files), rows)), keys):
+        name = f"{file.path.parent.name}/{file.path.stem}" + (f", {key}" if len(keys) > 1 else "")
+        shown = [(file, t) for t in _spread_with_success(file.successes, columns)]
+        lines.append((f"{name}: {file.successes.sum()} of {len(file)} frames show success", key, shown))
+    return draw_lines(lines, output, columns)
+
+
+def draw_lines(
+    lines: Sequence[tuple[str, str, Sequence[tuple[TrajectoryFile, int]]]], output: Path, columns: int
+) -> Path:
+    """Draw lines of frames, each with a text above, a camera, and the frames as a file and a step."""
     sheet = Image.new("RGB", (columns * PITCH, len(lines) * (PITCH + CAPTION)), "white")
     draw = ImageDraw.Draw(sheet)
-    for row, (file, key) in enumerate(lines):
-        top, successes = row * (PITCH + CAPTION), file.successes
-        name = f"{file.path.parent.name}/{file.path.stem}" + (f", {key}" if len(keys) > 1 else "")
-        caption = f"{name}: {successes.sum()} of {len(file)} frames show success"
+    for row, (caption, key, shown) in enumerate(lines):
+        top = row * (PITCH + CAPTION)
         # A space of Pillow's font is as narrow as the gap between two letters.
         draw.text((BORDER, top), caption.replace(" ", "  "), fill="black")
-        for column, t in enumerate(_spread_with_success(successes, columns)):
-            colour = DONE if successes[t] else NOT_DONE
+        for column, (file, t) in enumerate(shown):
+            colour = DONE if file.successes[t] else NOT_DONE
             picture = ImageOps.pad(as_picture(file.frame(key, t)), (SIDE, SIDE), color=colour)
             sheet.paste(ImageOps.expand(picture, BORDER, colour), (column * PITCH, top + CAPTION))
     return save_picture(sheet, output)

@@ -24,6 +24,7 @@ from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.files import require_new_file, write_file
 from vlmrm.measures.intervals import NAN, Estimate, Mean
 from vlmrm.measures.statistics import spearman_within
+from vlmrm.plugins import imported_function
 from vlmrm.rewards.contract import GroupwiseRewardModel, RewardArguments
 from vlmrm.rewards.registry import reward_arguments, reward_model_class
 from vlmrm.rewards.reward_set import Models
@@ -42,6 +43,7 @@ from vlmrm_robots.trajectories.trajectory import (
 )
 
 TIED = 2**-18  # of the largest score: 32 times the precision of float32
+PYTHON = "python:"
 Shown = Literal["scores", "repeated", "shuffled"]
 CONTROLS: dict[Shown, str] = {"repeated": "their first frame repeated", "shuffled": "their frames shuffled"}
 
@@ -67,8 +69,30 @@ class RewardOfPrefixes:
         return [result.rewards[index] for index in range(len(conversations))]
 
 
+class FunctionOfPrefixes:
+    """A function of a task and the pictures of an episode, which returns a score after each of them."""
+
+    def __init__(self, named: str):
+        module, _, function = named.removeprefix(PYTHON).rpartition(":")
+        if not module:
+            raise ConfigError(f"{named} names no function: write {PYTHON}module:function.")
+        self.named, self.function = named, imported_function(module, function, named)
+
+    def score_prefixes(self, task: str, frames: Sequence) -> list[float]:
+        """Return the score after each of `frames`, [T]."""
+        scores = [float(score) for score in self.function(task, frames)]
+        if len(scores) != len(frames):
+            raise RowError(f"{self.named} returned {len(scores)} scores of {len(frames)} frames: return one for each")
+        return scores
+
+
 def open_prefix_scorer(model: str) -> PrefixScorer:
-    """Return the scorer of a checkpoint, of a service by its address, or of the reward in a YAML file."""
+    """Return the scorer of a checkpoint, of a service by its address, of the reward in a YAML file, or a function.
+
+    A function is `python:module:function`, of the working directory too: (task, PIL pictures) to a score for each.
+    """
+    if model.startswith(PYTHON):
+        return FunctionOfPrefixes(model)
     if not model.endswith((".yaml", ".yml")):
         return load_scorer(model)
     arguments = reward_arguments(model)

@@ -268,7 +268,9 @@ def open_folder(folder: Path) -> list[TrajectoryFile]:
     return opened
 
 
-def check_images(folder: Path, files: Sequence[TrajectoryFile], keys: Sequence[str], size: Sequence[int]) -> None:
+def check_images(
+    folder: Path, files: Sequence[TrajectoryFile], keys: Sequence[str], size: Sequence[int] | None
+) -> None:
     """Raise DataError if trajectories of a folder lack one of the cameras `keys`, or their frames are not `size`."""
     for key in keys:
         if lacking := [file for file in files if key not in file.keys]:
@@ -276,7 +278,7 @@ def check_images(folder: Path, files: Sequence[TrajectoryFile], keys: Sequence[s
                 f"{len(lacking)} of {len(files)} trajectories in {folder} have no images {key}, such as "
                 f"{lacking[0].path.name}, which has {listed(lacking[0].keys)}: name another image key."
             )
-        if resized := [file for file in files if list(file.shapes[key]) != list(size)]:
+        if size and (resized := [file for file in files if list(file.shapes[key]) != list(size)]):
             raise DataError(
                 f"{len(resized)} of {len(files)} trajectories in {folder} have images {key} of another size than "
                 f"{list(size)}, such as {resized[0].path.name}, whose are {list(resized[0].shapes[key])}: name their "
