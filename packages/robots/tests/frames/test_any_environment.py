@@ -17,9 +17,9 @@ from vlmrm_robots.frames.checkpoint import load_classifier
 from vlmrm_robots.frames.collecting import collect
 from vlmrm_robots.frames.collector import RewardDataCollector
 from vlmrm_robots.frames.environments import make_environments
-from vlmrm_robots.frames.evaluation import evaluate
+from vlmrm_robots.frames.evaluation import qualify_classifier
 from vlmrm_robots.frames.frame_reward import FrameReward, FrameScorer
-from vlmrm_robots.frames.settings import CollectSettings, RewardModelSettings
+from vlmrm_robots.frames.settings import CollectSettings, Limits, RewardModelSettings
 from vlmrm_robots.frames.training import train_classifier
 from vlmrm_robots.trajectories.trajectory import Trajectory, open_folder, write_trajectory
 
@@ -185,7 +185,7 @@ def test_two_cameras_with_crop_reach_the_reward(caplog):
         FrameReward(make_environments("lamp_room:Room", 2, **shared), model, scorer)
     collect(settings("lamp_room:Room", "whole", episodes=4, **options))
     with pytest.raises(DataError, match=r"was trained on \{.*, and these frames have the crop \{\}"):
-        evaluate(load_classifier(trained.path), [Path("whole/positive")])
+        qualify_classifier(load_classifier(trained.path), open_folder(Path("whole/positive")), Limits())
     collect(settings("lamp_room:Room", "data", episodes=22, seed=9, **options))
     with pytest.raises(DataError, match=r"has the crop .* a classifier looks at frames of one"):
         train_classifier(training_settings(Path("data"), image_key=("top", "side"), image_size=(3, 16, 16)))

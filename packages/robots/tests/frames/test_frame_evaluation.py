@@ -1,35 +1,36 @@
-"""`vlmrm frames eval`: figures of a classifier on new episodes, by frame and by episode, and what follows."""
+"""`vlmrm frames qualify`: figures of any scorer on new episodes, by frame and by episode, and what follows."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from robot_worlds.squares import SIDE, settings, small_classifier, square_trajectory, write_squares
+from PIL import Image
+from robot_worlds.squares import SIDE, settings, write_squares
+from scipy.special import logit
 from sklearn.metrics import precision_score, recall_score, roc_auc_score
 
 from vlmrm.errors import BelowThreshold, CheckpointError, ConfigError, DataError
 from vlmrm_robots.commands import app
 from vlmrm_robots.frames.checkpoint import load_classifier, read_config, save_classifier
+from vlmrm_robots.frames.foreign_classifiers import export_classifier
 from vlmrm_robots.frames.frame_reward import FrameScorer
 from vlmrm_robots.frames.settings import RewardModelSettings
-from vlmrm_robots.trajectories.trajectory import open_folder, write_trajectory
+from vlmrm_robots.trajectories.pictures import PITCH
+from vlmrm_robots.trajectories.trajectory import open_folder
 
 
-def new_squares(root, positive=8, negative=8, seed=7):
+def new_squares(root, positive=10, negative=8):
     """Write episodes that no training has, and return their folders."""
-    generator = np.random.default_rng(seed)
-    for _ in range(positive):
-        write_trajectory(root / "positive", square_trajectory(generator, 5))
-    for _ in range(negative):
-        write_trajectory(root / "negative", square_trajectory(generator, 0))
+    write_squares(root, positive, negative, spread=4, seed=7)
     return [str(root / "positive"), str(root / "negative")]
 
 
 def evaluated(*words):
-    app(["eval", *map(str, words)], result_action="return_value")
+    app(["qualify", *map(str, words), "--ignore-around", "0"], result_action="return_value")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def classifier(tmp_path_factory):
     """The checkpoint of a classifier that has learned squares."""
     from vlmrm_robots.frames.training import train_classifier
 
-    root = write_squares(tmp_path_factory.mktemp("squares"), positive=16, negative=16)
+    root = write_squares(tmp_path_factory.mktemp("squares"), positive=16, negative=16, spread=4)
     train_classifier(settings(root, epochs=8, batch_size=16, val_fraction=0.4))
     return root / "model.safetensors"
 
@@ -56,10 +57,10 @@ def test_figures_match_scikit_learn_by_frame_and_episode(classifier, tmp_path, c
     assert figures["precision"] == pytest.approx(precision_score(labels, scores > 0.3))
     episodes = [(values, file.labels == 1) for values, file in zip(probabilities, files, strict=True)]
     failed = [values for values, success in episodes if not success.any()]
-    assert (figures["failed_episodes"], figures["successful_episodes"]) == (8, 8)
+    assert (figures["failed_episodes"], figures["successful_episodes"]) == (8, 10)
     assert figures["false_fires"] == sum((values > 0.3).any() for values in failed)
-    assert figures["validation_frames"] == 160 and written["threshold"] == 0.3 and written["qualified"]
-    assert "16 trajectories" not in (words := capsys.readouterr().out) and "8 trajectories, 80 frames" in words
+    assert figures["validation_frames"] == 180 and written["threshold"] == 0.3 and written["qualified"]
+    assert "18 trajectories" not in (words := capsys.readouterr().out) and "8 trajectories, 80 frames" in words
 
 
 def constant(model):
@@ -104,17 +105,56 @@ def test_too_few_episodes_qualify_nothing(classifier, tmp_path):
     assert json.loads((tmp_path / "eval.json").read_text())["metrics"]["auc"] is None
 
 
-def test_a_classifier_of_others_is_measured_and_recorded(tmp_path):
-    """RLinf's files say neither a threshold nor figures."""
-    model = small_classifier(pooling="mean")
-    torch.save({"model_state_dict": model.state_dict()}, tmp_path / "rlinf.pt")
+def test_a_classifier_of_others_gets_a_threshold_and_takes_it_along(classifier, tmp_path):
+    """RLinf's files say neither a threshold nor figures, and theirs is 0.5."""
     size, folders = ["--image-size", "3", str(SIDE), str(SIDE)], new_squares(tmp_path)
+    model = load_classifier(classifier, device="cpu").model
+    model.head.bias.data += 3.0
+    torch.save({"model_state_dict": model.state_dict()}, tmp_path / "rlinf.pt")
     with pytest.raises(ConfigError, match="exists: name a new file"):
         evaluated(tmp_path / "rlinf.pt", *folders, *size, "--output-checkpoint", tmp_path / "rlinf.pt")
-    with pytest.raises(BelowThreshold):
-        evaluated(tmp_path / "rlinf.pt", *folders, *size, "--output-checkpoint", tmp_path / "own.safetensors")
-    config = read_config(tmp_path / "own.safetensors")
-    assert config.qualified is False and config.unqualified_because and config.metrics["validation_frames"] == 160
+    own = tmp_path / "own.safetensors"
+    evaluated(tmp_path / "rlinf.pt", *folders, *size, "--output-checkpoint", own, "--worst", tmp_path / "worst.png")
+    assert Image.open(tmp_path / "worst.png").size[0] == 12 * PITCH
+    loaded = load_classifier(own, device="cpu")
+    config = loaded.config
+    assert config.qualified is True and config.threshold > 0.6 and config.metrics["validation_frames"] == 180
+    export_classifier(loaded.model, own, tmp_path / "back.pt")
+    back = load_classifier(tmp_path / "back.pt", image_size=(3, SIDE, SIDE), device="cpu").model
+    frames = torch.rand(8, 3, SIDE, SIDE)
+    expected = loaded.model({"base_camera": frames}) - float(logit(config.threshold))
+    torch.testing.assert_close(back({"base_camera": frames}), expected)
+
+
+SCORERS = """
+import numpy as np
+
+def brightest(task, pictures):
+    return [float(np.asarray(picture).max(axis=-1)[:].mean()) for picture in pictures]
+
+def clock(task, pictures):
+    return range(len(pictures))
+
+def short(task, pictures):
+    return [1.0]
+"""
+
+
+def test_any_function_is_qualified_and_the_worst_frames_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("square_scorers.py").write_text(SCORERS)
+    folders, task = new_squares(tmp_path), ["--task", "Show a square."]
+    evaluated("python:square_scorers:brightest", *folders, *task, "--output", "all.json")
+    evaluated("python:square_scorers:brightest", *folders, *task, "--output", "some.json", "--every", "5")
+    every, some = (json.loads(Path(name).read_text()) for name in ("all.json", "some.json"))
+    assert every["qualified"] and every["metrics"]["auc"] == 1.0 and 49 < every["threshold"] < 100
+    assert some["metrics"]["validation_frames"] == 180  # a success begins at each step
+    with pytest.raises(BelowThreshold, match="it may know scenery and step alone"):
+        evaluated("python:square_scorers:clock", *folders, *task)
+    with pytest.raises(DataError, match="returned 1 scores of 10 frames"):
+        evaluated("python:square_scorers:short", *folders, *task)
+    with pytest.raises(ConfigError, match="is no classifier of frames: leave out output_checkpoint"):
+        evaluated("python:square_scorers:clock", *folders, *task, "--output-checkpoint", "x.safetensors")
 
 
 # The threshold at run time -------------------------------------------------------------------------------------------

@@ -25,9 +25,13 @@ def square_trajectory(generator: np.random.Generator, successes: int, frames: in
     return Trajectory(images, labels, {"environment": "Squares"})
 
 
-def write_squares(root: Path, positive: int = 8, negative: int = 4, keys=("base_camera",), successes: int = 5) -> Path:
-    generator = np.random.default_rng(0)
-    for _ in range(positive):
+def write_squares(
+    root: Path, positive: int = 8, negative: int = 4, keys=("base_camera",), spread: int = 0, seed: int = 0
+) -> Path:
+    """Write episodes of which the positive have five successes, or up to `spread` less or more."""
+    generator = np.random.default_rng(seed)
+    for number in range(positive):
+        successes = 5 + number % (2 * spread + 1) - spread
         write_trajectory(root / "positive", square_trajectory(generator, successes, keys=keys))
     for _ in range(negative):
         write_trajectory(root / "negative", square_trajectory(generator, 0, keys=keys))
@@ -45,6 +49,7 @@ def settings(root: Path, **changes) -> TrainSettings:
         "lr": 1e-3,
         "hidden_dim": 16,
         "num_spatial_blocks": 2,
+        "ignore_around": 0,
     }
     return TrainSettings(**{**values, **changes})
 

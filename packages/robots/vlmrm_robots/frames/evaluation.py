@@ -102,7 +102,7 @@ def qualify_scorer(
     image_key: str | None = None,
     every: int = 1,
 ) -> Evaluation:
-    """Measure a scorer of episodes on every `every`-th step of each, by its score after that step.
+    """Measure a scorer of episodes by its score after every `every`-th step, and after those at which one succeeds.
 
     `threshold` is a score; by default it is chosen. `task` is the instruction of episodes that do not say theirs.
     """
@@ -110,7 +110,8 @@ def qualify_scorer(
 
     key = image_key or files[0].keys[0]
     index, summary = index_files(files, [key])
-    numbers, scores = np.flatnonzero(index.steps % every == 0), []
+    starts = [int(file.successes.argmax()) for file in index.files]  # of successes, and else of the episode
+    numbers, scores = np.flatnonzero((index.steps % every == 0) | np.isin(index.steps, starts)), []
     for number, file in enumerate(tqdm(index.files, desc="scoring", unit="episode", disable=None)):
         steps = index.steps[numbers][index.owners[numbers] == number]
         try:

@@ -7,6 +7,7 @@ JAX does. RLinf's `BinaryRewardClassifier` has this project's names; `ResNetRewa
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from io import BytesIO
@@ -45,6 +46,18 @@ WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.|model\.)+")
 BACKBONE, ENCODER = "backbone.", f"encoders.{MAIN}.resnet_backbone."
 HEADS = {"fc.0.": "classifier.0.", "fc.3.": "classifier.3."}  # Linear, ReLU, Dropout, Linear
 STAGE = re.compile(r"layer([1-4])\.(\d+)\.conv(\d)\.weight$")
+
+
+_THRESHOLD = "the last bias is shifted, so that its threshold, {:.3g}, is 0.5"
+
+
+def _with_threshold(model: FrameClassifier, source: Path) -> dict[str, Tensor]:
+    """Return the weights with another last bias: p is above 0.5, the others' threshold, where it was above its own."""
+    weights, threshold = model.state_dict(), model.spec.threshold
+    if not 0 < threshold < 1:
+        raise ConfigError(f"{source} has the threshold {threshold:g}, which no logit has: qualify it before.")
+    name = f"classifier.{len(model.classifier) - 1}.bias"
+    return {**weights, name: weights[name] - math.log(threshold / (1 - threshold))}
 
 
 # LeRobot -------------------------------------------------------------------------------------------------------------
@@ -158,7 +171,7 @@ def _their_names(architecture: str) -> dict[str, str]:
 
 def write_lerobot(model: FrameClassifier, source: Path, folder: Path) -> str:
     """Write the classifier of a checkpoint, on the CPU, as a `reward_classifier`, and return what to know of it."""
-    config, weights = model.spec, model.state_dict()
+    config, weights = model.spec, _with_threshold(model, source)
     backbones = [_within(weights, f"encoders.{key}.resnet_backbone.") for key in config.image_keys]
     _check_lerobot_can(source, config, backbones)
     names = _their_names(config.architecture).items()
@@ -199,8 +212,7 @@ def write_lerobot(model: FrameClassifier, source: Path, folder: Path) -> str:
         write_file(folder / "classifier_preprocessor_step_0_normalizer_processor.safetensors", save_tensors(stats))
     write_json(folder / "config.json", described)
     shown = "; LeRobot's actor shows it pixels in [0, 1]: standardise them before its step" if standardised else ""
-    thresholds = f"its threshold is {config.threshold:.3g}, and LeRobot's own 0.5"
-    return f"{folder} is LeRobot's reward_classifier; {thresholds}{shown}"
+    return f"{folder} is LeRobot's reward_classifier; {_THRESHOLD.format(config.threshold)}{shown}"
 
 
 def _check_lerobot_can(source: Path, config: ClassifierConfig, backbones: list[dict[str, Tensor]]) -> None:
@@ -287,7 +299,7 @@ def export_classifier(model: FrameClassifier, source: Path, output: Path) -> str
     config = model.spec
     if config.crop:
         raise ConfigError(f"{source} looks at the crop {config.crop}, and RLinf's classifiers at whole frames.")
-    weights = {name: value.contiguous() for name, value in model.state_dict().items()}
+    weights = {name: value.contiguous() for name, value in _with_threshold(model, source).items()}
     content: dict[str, Any]
     plain = config.normalisation == "unit" and config.max_pool == "centred"
     if config.architecture == "resnet10" and config.pooling != "average" and plain:
@@ -316,5 +328,5 @@ def export_classifier(model: FrameClassifier, source: Path, output: Path) -> str
     write_file(output, buffer.getvalue())
     return (
         f"{output} is RLinf's {name} of {config.architecture}, image_size {list(config.image_size)}, hidden_dim "
-        f"{config.hidden_dim}; its threshold is {config.threshold:.3g}, and RLinf's own 0.5"
+        f"{config.hidden_dim}; {_THRESHOLD.format(config.threshold)}"
     )

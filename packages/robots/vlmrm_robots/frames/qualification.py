@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from scipy.special import log_expit
-from scipy.stats import binomtest, mannwhitneyu
+from scipy.special import betaincinv, log_expit
+from scipy.stats import mannwhitneyu
 
 from vlmrm_robots.frames.settings import Limits
 
@@ -125,7 +125,8 @@ def halves(played: Sequence[Played]) -> np.ndarray:
     """Return which episodes are of the second half, bool [E]: every other one of those that succeed, and that fail."""
     second, generator = np.zeros(len(played), dtype=bool), np.random.default_rng(0)
     for succeeds in (True, False):
-        second[generator.permutation([i for i, one in enumerate(played) if one.succeeds == succeeds])[1::2]] = True
+        own = np.flatnonzero([one.succeeds == succeeds for one in played])
+        second[generator.permutation(own)[1::2]] = True
     return second
 
 
@@ -153,7 +154,7 @@ def choose_threshold(played: Sequence[Played]) -> float:
 
 def upper_bound(count: int, of: int) -> float:
     """Return the share that `count` of `of` episodes leave possible, with 95 % confidence; 1 for none."""
-    return float(binomtest(count, of, alternative="less").proportion_ci(CONFIDENCE).high) if of else 1.0
+    return float(betaincinv(count + 1, of - count, CONFIDENCE)) if count < of else 1.0
 
 
 def lower_mean(shares: np.ndarray, confidence: float = 1 - DOUBT) -> float:
