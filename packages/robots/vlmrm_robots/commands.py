@@ -382,6 +382,7 @@ def qualify(
     """
     from vlmrm_robots.frames import evaluation as of
     from vlmrm_robots.frames.checkpoint import load_classifier
+    from vlmrm_robots.trajectories.pictures import draw_lines
 
     files, asked = _opened(folders, "measure on"), limits or Limits()
     if not of.is_classifier(scorer):
@@ -405,7 +406,7 @@ def qualify(
     if output is not None:
         of.write_evaluation(found, output)
     if worst is not None:
-        of.draw_worst(found, worst)
+        draw_lines(found.worst, worst, of.WORST)
     say(str(found))
     if found.reason is not None:
         raise BelowThreshold(f"{scorer} does not qualify as a reward on these episodes: {found.reason}.")

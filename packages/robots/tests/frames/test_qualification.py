@@ -9,16 +9,14 @@ from itertools import product
 import numpy as np
 import pytest
 from robot_worlds.planted import FALSE, GOOD, planted, share, verdicts
-from scipy.special import expit
 from scipy.stats import beta, binom
-from sklearn.metrics import log_loss, precision_score, recall_score, roc_auc_score
+from sklearn.metrics import precision_score, recall_score, roc_auc_score
 
 from vlmrm_robots.frames.qualification import (
     HeldOut,
     before_success,
     choose_threshold,
     episodes_needed,
-    halves,
     lower_mean,
     qualify,
     same_step,
@@ -75,11 +73,11 @@ def test_successes_at_one_step_need_failures_of_the_same_scenery():
         assert (qualify(twins, Limits()).reason is None) == seen
 
 
-@pytest.mark.parametrize(("successes", "failures"), [(4, 8), (0, 8), (8, 0)])
+@pytest.mark.parametrize(("successes", "failures"), [(5, 8), (0, 8), (8, 0)])
 def test_few_episodes_show_nothing(successes, failures):
     reason = qualify(planted(GOOD_SCORE, successes, failures, 0), Limits()).reason
     assert reason is not None
-    assert f"{successes} held-out episodes show a success" in reason if successes < 5 else "0 of the 0 held" in reason
+    assert f"{successes} held-out episodes show a success" in reason if successes < 6 else "0 of the 0 held" in reason
 
 
 # Thresholds ----------------------------------------------------------------------------------------------------------
@@ -88,8 +86,7 @@ def test_few_episodes_show_nothing(successes, failures):
 def test_each_half_is_proved_by_the_threshold_of_the_other():
     held_out = planted(NOISY, 10, 10, 3)
     played, verdict = held_out.played(5), qualify(held_out, Limits())
-    second = halves(played)
-    assert [second[:10].sum(), second[10:].sum()] == [5, 5]
+    second = np.arange(20) % 2 == 1
     chosen = [
         choose_threshold([one for one, there in zip(played, second, strict=True) if there == half]) for half in (0, 1)
     ]
@@ -136,7 +133,6 @@ def test_figures_match_scikit_learn_by_frame():
     held_out = planted(NOISY, 6, 6, 2)
     found, scores, labels = qualify(held_out, EXACT, 2.5).figures, held_out.scores, held_out.labels
     assert found["auc"] == pytest.approx(roc_auc_score(labels, scores))
-    assert found["loss"] == pytest.approx(log_loss(labels, expit(scores)))
     assert found["precision"] == pytest.approx(precision_score(labels, scores > 2.5))
     assert found["recall"] == pytest.approx(recall_score(labels, scores > 2.5))
     assert found["false_positive_rate"] == pytest.approx((scores > 2.5)[~labels].mean())
@@ -146,7 +142,7 @@ def test_figures_match_scikit_learn_by_frame():
 def test_failures_near_a_success_do_not_count():
     steps = np.arange(12)
     labels = (steps >= 6) & (steps < 8)
-    [one] = HeldOut(0.0 + steps, labels, 0 * steps, steps).played(2)
+    [one] = HeldOut(0.0 + steps, labels, 0 * steps, steps, 0 * steps).played(2)
     assert one.failure.tolist() == (np.abs(steps - 6.5) > 3).tolist()
     assert before_success([one]).tolist() == [1.0]  # 6 and 7 are above 3
 

@@ -74,7 +74,8 @@ def planted(
         scores.append(score(chance, begin))
         labels.append(steps >= begin + chance.integers(0, late + 1))
     owners = np.repeat(np.arange(len(scores)), FRAMES)
-    return HeldOut(np.concatenate(scores), np.concatenate(labels), owners, np.tile(steps, len(scores)))
+    sceneries = np.where(owners < successes, 0, -1)
+    return HeldOut(np.concatenate(scores), np.concatenate(labels), owners, np.tile(steps, len(scores)), sceneries)
 
 
 def verdicts(score: Score, successes: int, failures: int, draws: int, late: int = 0) -> list[Verdict]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan
@@ -21,7 +20,7 @@ from vlmrm_robots.frames.classifier import FrameClassifier, model_input
 from vlmrm_robots.frames.dataset import FrameIndex, index_files, outline_of, sceneries
 from vlmrm_robots.frames.qualification import HeldOut, Verdict, in_words, qualify
 from vlmrm_robots.frames.settings import Limits
-from vlmrm_robots.trajectories.pictures import as_picture, draw_lines
+from vlmrm_robots.trajectories.pictures import as_picture
 from vlmrm_robots.trajectories.trajectory import TrajectoryFile
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class Evaluation:
     metrics: dict[str, float]
     reason: str | None
     summary: str  # of the episodes, in words
-    worst: tuple[tuple[str, str, list[tuple[TrajectoryFile, int]]], ...]
+    worst: list[tuple[str, str, list[tuple[TrajectoryFile, int]]]]
 
     def __str__(self) -> str:
         return f"{self.summary}\n{in_words(self.metrics, self.threshold)}"
@@ -51,13 +50,10 @@ class Evaluation:
 
 def is_classifier(scorer: str) -> bool:
     """Return whether a scorer is a classifier of frames: a file that is no YAML, or a folder of LeRobot's."""
-    path = Path(scorer)
-    if not path.is_dir():
-        return path.suffix not in (".yaml", ".yml") and path.is_file()
-    try:
-        return json.loads((path / "config.json").read_text(encoding="utf-8")).get("type") == "reward_classifier"
-    except (OSError, ValueError, AttributeError):
-        return False
+    path, described = Path(scorer), Path(scorer) / "config.json"
+    if described.is_file():
+        return '"reward_classifier"' in described.read_text(encoding="utf-8")
+    return path.is_file() and path.suffix not in (".yaml", ".yml")
 
 
 def qualify_classifier(
@@ -135,12 +131,10 @@ def held_out_frames(index: FrameIndex, numbers: np.ndarray, scores: np.ndarray) 
 def _evaluation(
     name: str, index: FrameIndex, held_out: HeldOut, verdict: Verdict, summary: str, threshold: float
 ) -> Evaluation:
-    highest, lowest = verdict.worst
-    key, counts = index.keys[0], {"frames": len(held_out.labels), "successes": int(held_out.labels.sum())}
-    metrics = verdict.figures | {f"validation_{of}": count for of, count in counts.items()}
-    captions = ("failures that score highest", highest), ("successes that score lowest", lowest)
-    worst = tuple((text, key, [(index.files[i], t) for i, t in frames[:WORST]]) for text, frames in captions)
-    return Evaluation(name, threshold, metrics, verdict.reason, summary, worst)
+    counts = {"validation_frames": len(held_out.labels), "validation_successes": int(held_out.labels.sum())}
+    captions = zip(("failures that score highest", "successes that score lowest"), verdict.worst, strict=True)
+    worst = [(text, index.keys[0], [(index.files[i], t) for i, t in frames[:WORST]]) for text, frames in captions]
+    return Evaluation(name, threshold, verdict.figures | counts, verdict.reason, summary, worst)
 
 
 @torch.inference_mode()
@@ -152,11 +146,6 @@ def logits_of(model: FrameClassifier, index: FrameIndex, numbers: Sequence[int])
         scored = model({key: model_input(frames, model.device) for key, frames in images.items()})
         logits.append(scored.double().cpu().numpy())
     return np.concatenate(logits)
-
-
-def draw_worst(evaluation: Evaluation, output: Path) -> Path:
-    """Draw the worst frames as a PNG: a line of failures and one of successes, an episode each."""
-    return draw_lines(evaluation.worst, output, WORST)
 
 
 def write_evaluation(evaluation: Evaluation, output: Path) -> None:

@@ -20,26 +20,27 @@ from scipy.stats import mannwhitneyu
 
 from vlmrm_robots.frames.settings import Limits
 
-MIN_EPISODES = 5  # with a success, and with a failure
+MIN_EPISODES = 6  # with a success, and with a failure: of fewer no bound is above chance
 CONFIDENCE = 0.95  # of a bound on one side
 DOUBT = (1 - CONFIDENCE) / 2  # the most likely that chance may be to do as well
 CHANCE = 0.5  # of an AUC, and of a precision among as many successes as failures
 FALSE_FIRE = 2.0  # so many successes must a threshold win for one failing episode in which it fires
 DRAWS = 4000
+FIRES = {"false": "failed", "early": "successful"}  # figures of fires, and of the episodes of which they are counted
 
 
 @dataclass(frozen=True)
 class HeldOut:
     """Scored frames: score, label (0 or 1), episode and step of each [N], and the scenery [N] of its episode.
 
-    Episodes of one scenery are compared with each other; by default all that succeed are of one, and none that fails.
+    Episodes of one scenery are compared with each other.
     """
 
     scores: np.ndarray
     labels: np.ndarray
     episodes: np.ndarray
     steps: np.ndarray
-    sceneries: np.ndarray | None = None
+    sceneries: np.ndarray
 
     def played(self, ignore_around: int) -> list[Played]:
         """Return the episodes, without the failures that are as near to a success as `ignore_around`."""
@@ -48,11 +49,8 @@ class HeldOut:
             chosen = np.flatnonzero(self.episodes == name)
             steps, success = self.steps[chosen], self.labels[chosen] == 1
             near = np.abs(steps[:, None] - steps[success]).min(axis=1, initial=np.iinfo(np.int64).max)
-            scenery = 0 if success.any() else -1
-            if self.sceneries is not None:
-                scenery = int(self.sceneries[chosen[0]])
             failure = ~success & (near > ignore_around)
-            found.append(Played(int(name), self.scores[chosen], steps, success, failure, scenery))
+            found.append(Played(int(name), self.scores[chosen], steps, success, failure, self.sceneries[chosen[0]]))
         return found
 
 
@@ -86,8 +84,7 @@ class Played:
 class Verdict:
     """The figures of a scorer above `threshold`, and why it is no reward; None if it qualifies.
 
-    `worst` are the highest failure of each episode, from the highest on, and the lowest success, from the lowest on,
-    each as an episode and a step.
+    `worst` are each episode's highest failure and lowest success, worst first, as an episode and a step.
     """
 
     threshold: float
@@ -105,11 +102,12 @@ def qualify(held_out: HeldOut, limits: Limits, threshold: float | None = None) -
     played = held_out.played(limits.ignore_around)
     proved = np.full(len(played), threshold, dtype=np.float64)
     if threshold is None:
-        second = halves(played)
+        second = np.zeros(len(played), dtype=bool)  # every other one of those that fail, and of those that succeed
+        second[np.argsort([one.succeeds for one in played], kind="stable")[1::2]] = True
         for half in (second, ~second):
             proved[~half] = choose_threshold([played[i] for i in np.flatnonzero(half)])
         threshold = float(proved.max())
-    measured = figures(held_out, played, threshold, proved)
+    measured = figures(played, threshold, proved)
     return Verdict(threshold, measured, disqualification(measured, limits), (_worst(played, -1), _worst(played, 1)))
 
 
@@ -119,15 +117,6 @@ def _worst(played: Sequence[Played], sign: int) -> list[tuple[int, int]]:
         scores = np.where(one.success if sign > 0 else one.failure, sign * one.scores, np.inf)
         found.append((float(scores.min()), one.episode, int(one.steps[scores.argmin()])))
     return [(episode, step) for score, episode, step in sorted(found) if score < np.inf]
-
-
-def halves(played: Sequence[Played]) -> np.ndarray:
-    """Return which episodes are of the second half, bool [E]: every other one of those that succeed, and that fail."""
-    second, generator = np.zeros(len(played), dtype=bool), np.random.default_rng(0)
-    for succeeds in (True, False):
-        own = np.flatnonzero([one.succeeds == succeeds for one in played])
-        second[generator.permutation(own)[1::2]] = True
-    return second
 
 
 def choose_threshold(played: Sequence[Played]) -> float:
@@ -181,19 +170,21 @@ def same_step(played: Sequence[Played]) -> tuple[float, float, float]:
     starts = np.array([one.steps[one.success].min(initial=np.iinfo(np.int64).max) for one in played])
     below, sizes = 0.0, []
     for first, start in zip(played, starts, strict=True):
-        if not first.succeeds:
-            continue
-        same = zip(played, starts > start, strict=True)  # those that succeeded before are no rivals any more
-        rivals = [one for one, later in same if later and one.scenery == first.scenery]
-        others = np.concatenate([one.scores[one.failure & (one.steps == start)] for one in rivals] or [[]])
-        score = first.scores[first.steps == start][0]
-        below += (others < score).sum() + (others == score).sum() / 2
-        sizes.append(len(others))
-    if not sum(sizes):
+        same = zip(played, starts > start, strict=True)  # one that has succeeded before is no rival any more
+        rivals = [
+            one.scores[one.failure & (one.steps == start)]
+            for one, later in same
+            if later and one.scenery == first.scenery
+        ]
+        if len(others := np.concatenate([*rivals, []])):
+            score = first.scores[first.steps == start]
+            below += (others < score).sum() + (others == score).sum() / 2
+            sizes.append(len(others))
+    if not sizes:
         return np.nan, 1.0, 1.0
-    drawn = np.random.default_rng(0).integers(0, np.array(sizes) + 1, (DRAWS, len(sizes))).sum(axis=1)
-    possible = float(np.prod(1 / (np.array(sizes) + 1.0)))
-    return below / sum(sizes), float((1 + (drawn >= below).sum()) / (1 + DRAWS)), possible
+    ranks = np.array(sizes) + 1
+    drawn = np.random.default_rng(0).integers(0, ranks, (DRAWS, len(ranks))).sum(axis=1)
+    return below / sum(sizes), float((1 + (drawn >= below).sum()) / (1 + DRAWS)), float(np.prod(1.0 / ranks))
 
 
 def before_success(played: Sequence[Played]) -> np.ndarray:
@@ -213,37 +204,28 @@ def before_success(played: Sequence[Played]) -> np.ndarray:
 # Figures -------------------------------------------------------------------------------------------------------------
 
 
-def figures(
-    held_out: HeldOut, played: Sequence[Played], threshold: float, proved: Sequence[float] | np.ndarray
-) -> dict[str, float]:
+def figures(played: Sequence[Played], threshold: float, proved: Sequence[float] | np.ndarray) -> dict[str, float]:
     """Return the figures of episodes; failures of episode i fire above `proved[i]`. NaN where nothing is counted.
 
     `precision_low` is for as many successes as failures: of the mean recall of an episode, and of its mean share of
     failures that fire, each has the worse of two bounds of 97.5 %.
     """
-    every = [(one, float(cut)) for one, cut in zip(played, proved, strict=True)]
     winning = [one for one in played if one.succeeds]
-    failing = [(one, cut) for one, cut in every if one.failure.any()]
-    fires = {
-        succeeds: [one.peak > cut for one, cut in failing if one.succeeds == succeeds] for succeeds in (False, True)
-    }
+    every = [*zip(played, map(float, proved), strict=True)]
+    false, early = ([one.peak > cut for one, cut in every if one.succeeds == side] for side in (False, True))
     recall = np.array([one.share(one.success, threshold) for one in winning])
-    rate = np.array([one.share(one.failure, cut) for one, cut in failing])
+    rate = np.array([one.share(one.failure, cut) for one, cut in every if one.failure.any()])
     recall_low, rate_high = lower_mean(recall), 1 - lower_mean(1 - rate)
-    successes, failures = (
-        np.array([one.success.sum() for one in winning]),
-        np.array([o.failure.sum() for o, _ in failing]),
-    )
-    hits, false_hits = recall @ successes, rate @ failures
+    successes, failures = (np.array([getattr(one, of).sum() for one in played]) for of in ("success", "failure"))
+    hits, false_hits = recall @ successes[successes > 0], rate @ failures[failures > 0]
     ordered, chance, at_best = same_step(played)
     edge = before_success(played)
     return {
-        "loss": loss_of(held_out.scores, held_out.labels),
         "auc": _auc(played),
         "same_step_auc": ordered,
         "same_step_chance": chance,
         "same_step_chance_at_best": at_best,
-        "before_success_auc": float(edge.mean()) if len(edge) else np.nan,
+        "before_success_auc": _share(edge.sum(), len(edge)),
         "before_success_auc_low": lower_mean(edge),
         "before_success_episodes": len(edge),
         "precision": _share(hits, hits + false_hits),
@@ -252,15 +234,14 @@ def figures(
         "recall_low": recall_low,
         "false_positive_rate": _share(false_hits, failures.sum()),
         "false_positive_rate_high": rate_high,
-        "ignored_frames": int(len(held_out.scores) - successes.sum() - failures.sum()),
+        "ignored_frames": sum(len(one.scores) for one in played) - int(successes.sum() + failures.sum()),
         "successful_episodes": len(winning),
-        "failing_episodes": len(failing),
-        "failed_episodes": len(fires[False]),
-        "false_fires": sum(fires[False]),
-        "false_fires_high": upper_bound(sum(fires[False]), len(fires[False])),
-        "early_episodes": len(fires[True]),
-        "early_fires": sum(fires[True]),
-        "early_fires_high": upper_bound(sum(fires[True]), len(fires[True])),
+        "failing_episodes": len(rate),
+        "failed_episodes": len(false),
+        "false_fires": sum(false),
+        "false_fires_high": upper_bound(sum(false), len(false)),
+        "early_fires": sum(early),
+        "early_fires_high": upper_bound(sum(early), len(early)),
     }
 
 
@@ -317,7 +298,12 @@ def _doubts_of_sight(measured: Mapping[str, float], limits: Limits) -> Iterator[
             f"{measured['same_step_chance']:.2f}: it may know scenery and step alone (train on failures from the "
             "starts of successes)"
         )
-    if measured["before_success_episodes"] and not measured["before_success_auc_low"] > CHANCE:
+    if (count := measured["before_success_episodes"]) < MIN_EPISODES:
+        yield (
+            f"{count:.0f} successes have a failure more than {limits.ignore_around} steps before them, and "
+            f"{MIN_EPISODES} are needed (begin episodes earlier, or lower ignore_around)"
+        )
+    elif not measured["before_success_auc_low"] > CHANCE:
         yield (
             f"{limits.ignore_around + 1} steps before a success it scores below {measured['before_success_auc']:.0%} "
             f"of the successes after it, and perhaps below {measured['before_success_auc_low']:.0%}: it may fire near "
@@ -328,10 +314,10 @@ def _doubts_of_sight(measured: Mapping[str, float], limits: Limits) -> Iterator[
 def _doubts_of_fires(measured: Mapping[str, float], limits: Limits) -> Iterator[str]:
     """Yield in which episodes it fires for nothing."""
     share = limits.max_false_fires
-    groups = {"false": ("failed", "that fail"), "early": ("early", "that succeed, beside the success")}
-    for fires, (episodes, which) in groups.items():
+    for fires, episodes in FIRES.items():
+        which = "that fail" if fires == "false" else "that succeed, beside the success"
         count, high = measured[f"{episodes}_episodes"], measured[f"{fires}_fires_high"]
-        if high > share and (count or fires == "false"):
+        if high > share:
             yield (
                 f"it fires in {measured[f'{fires}_fires']:.0f} of the {count:.0f} held-out episodes {which}, so that "
                 f"it may fire in {high:.0%} of all, more than max_false_fires, {share:.0%} (which "
@@ -340,20 +326,17 @@ def _doubts_of_fires(measured: Mapping[str, float], limits: Limits) -> Iterator[
 
 
 def in_words(measured: Mapping[str, float], threshold: float) -> str:
-    """Return `figures` in four lines, with the threshold on the scale that users see."""
-
-    def figure(name: str) -> str:
-        return "unknown" if np.isnan(measured[name]) else f"{measured[name]:.4f}"
-
+    """Return `figures` in three lines, with the threshold on the scale that users see."""
+    shown = {name: "unknown" if np.isnan(value) else f"{value:.4f}" for name, value in measured.items()}
+    counts = {
+        name: f"{measured[f'{name}_fires']:.0f} of {measured[f'{of}_episodes']:.0f}" for name, of in FIRES.items()
+    }
     return (
-        f"  AUC {figure('auc')}; of successes and failures of the same scenery at the same step "
-        f"{figure('same_step_auc')}, of successes and the moment before them {figure('before_success_auc')}\n"
-        f"  above {threshold:.4g}: precision {figure('precision')}, recall {figure('recall')}, false positives "
-        f"{figure('false_positive_rate')}; {measured['ignored_frames']:.0f} failures near a success do not count\n"
-        f"  by episode, with 95 % confidence: recall at least {figure('recall_low')}, false positives at most "
-        f"{figure('false_positive_rate_high')}, precision among as many successes as failures at least "
-        f"{figure('precision_low')}\n"
-        f"  it fires in {measured['false_fires']:.0f} of {measured['failed_episodes']:.0f} episodes that fail, and in "
-        f"at most {measured['false_fires_high']:.0%} of all such; beside the success in {measured['early_fires']:.0f} "
-        f"of {measured['early_episodes']:.0f}, and in at most {measured['early_fires_high']:.0%}"
+        f"  AUC {shown['auc']}, at the same step in the same scenery {shown['same_step_auc']}, just before a success "
+        f"{shown['before_success_auc']}\n"
+        f"  above {threshold:.4g}: precision {shown['precision']}, recall {shown['recall']} (at least "
+        f"{shown['recall_low']}), false positives {shown['false_positive_rate']} (at most "
+        f"{shown['false_positive_rate_high']}); {measured['ignored_frames']:.0f} near a success do not count\n"
+        f"  it fires in {counts['false']} episodes that fail, and in at most {measured['false_fires_high']:.0%} of "
+        f"all such; in {counts['early']} that succeed, beside it, and in at most {measured['early_fires_high']:.0%}"
     )

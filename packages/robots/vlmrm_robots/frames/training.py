@@ -155,9 +155,10 @@ class FrameTrainer:
             labels = self.index.labels[self.validation]
             if not np.isfinite(logits).all():
                 raise TrainingError(f"weights are not finite: lower lr, which is {settings.lr}.")
-            self.losses.append(round(loss_of(logits, labels), DIGITS))
+            loss = loss_of(logits, labels)
+            self.losses.append(round(loss, DIGITS))
             if self.losses[-1] < min(self.losses[:-1], default=np.inf):
-                self._save_best(held_out_frames(self.index, self.validation, logits))
+                self._save_best(held_out_frames(self.index, self.validation, logits), loss)
             content = {"begun_with": begun_with, "losses": self.losses, "model": self.model.state_dict()}
             buffer = BytesIO()
             torch.save({**content, "optimizer": self.optimizer.state_dict()}, buffer)
@@ -193,11 +194,12 @@ class FrameTrainer:
             losses.append(loss.item())
         return float(np.mean(losses))
 
-    def _save_best(self, held_out: HeldOut) -> None:
+    def _save_best(self, held_out: HeldOut, loss: float) -> None:
         verdict = qualify(held_out, self.settings)
         metrics = verdict.figures
         metrics |= {
             "epoch": len(self.losses),
+            "loss": loss,
             "validation_frames": len(held_out.labels),
             "validation_successes": int(held_out.labels.sum()),
         }
