@@ -5,7 +5,7 @@ python packages/robots/examples/frames_policy.py outputs/frames_demo/reward_mode
 Episodes of training last --max-steps also after a success, because their end would give the success away. A policy's
 worth is its true success rate: the share of episodes, from states that no training has, in which some state truly is a
 success. --source success trains the same policy with the true success as its reward, for comparison. --episodes-dir
-stores episodes of the trained policies with their frames, for `vlmrm frames eval`: a policy finds what deceives.
+stores episodes of the trained policies with their frames, for `vlmrm frames qualify`: a policy finds what deceives.
 """
 
 from __future__ import annotations

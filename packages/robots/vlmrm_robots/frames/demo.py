@@ -16,16 +16,17 @@ from vlmrm.settings import validate
 from vlmrm_robots.frames.checkpoint import load_classifier
 from vlmrm_robots.frames.collecting import collect, summarise
 from vlmrm_robots.frames.environments import make_environments
-from vlmrm_robots.frames.evaluation import evaluate, record
+from vlmrm_robots.frames.evaluation import qualify_classifier, record
 from vlmrm_robots.frames.frame_reward import FrameReward
-from vlmrm_robots.frames.settings import CollectSettings, RewardModelSettings, TrainSettings
+from vlmrm_robots.frames.settings import CollectSettings, Limits, RewardModelSettings, TrainSettings
 from vlmrm_robots.frames.simulators import SIMULATORS
 from vlmrm_robots.frames.training import train_classifier
+from vlmrm_robots.trajectories.trajectory import open_folder
 
 ENV = "Acrobot-v1"
 EPISODES = {"scripted": 40, "random": 25}  # without failed ones, nothing bounds how often failure is rewarded
 EPOCHS = 4
-TARGET_FPR = 0.002  # a policy searches for false positives, and most frames are failures
+IN_TIME: Any = {"ignore_around": 0}  # as a simulator's labels are
 ENVIRONMENTS, STEPS = 16, 200  # that are rewarded at the end
 REPORT = """
 What happened: a classifier of single frames learned when Acrobot's tip is above the line. On {new_episodes} episodes
@@ -49,10 +50,12 @@ def run_demo(output: Path, seed: int = 0) -> dict[str, Any]:
     checkpoint = output / "reward_model.safetensors"
     data, new = (_episodes(output / name, number, seed) for number, name in enumerate(("data", "new_data")))
     if not checkpoint.is_file() or Path(f"{checkpoint}.training").exists():
-        options: Any = {"epochs": EPOCHS, "batch_size": 64, "lr": 3e-4, "target_fpr": TARGET_FPR, "seed": seed}
-        train_classifier(TrainSettings(**data, output_checkpoint=checkpoint, **options))
+        options: dict[str, Any] = {**data, "epochs": EPOCHS, "batch_size": 64, "lr": 3e-4, "seed": seed}
+        train_classifier(TrainSettings(output_checkpoint=checkpoint, **IN_TIME, **options))
     loaded = load_classifier(checkpoint)
-    evaluation = evaluate(loaded, [*new.values()])
+    evaluation = qualify_classifier(
+        loaded, [file for folder in new.values() for file in open_folder(folder)], Limits(**IN_TIME)
+    )
     record(evaluation, loaded, checkpoint)
     metrics = evaluation.metrics
     summary = {
