@@ -155,7 +155,8 @@ class FrameClassifier(nn.Module):
         named = {PREFIXES.sub("", name): value for name, value in weights.items()}
         named = {name: value for name, value in named.items() if not name.startswith("fc.")}
         for encoder in self._encoders():
-            load_exactly(encoder.resnet_backbone, named, str(path))
+            own = {name: value.clone() for name, value in named.items()}  # cameras do not share weights
+            load_exactly(encoder.resnet_backbone, own, str(path))
 
     def _encoders(self) -> list[Encoder]:
         return [encoder for encoder in self.encoders.values() if isinstance(encoder, Encoder)]
