@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, validators
 from pydantic import BaseModel, Field, create_model
 
 from vlmrm.commands import epilogue, give_examples
@@ -358,7 +358,7 @@ def qualify(
     limits: Annotated[Limits | None, Parameter(name="*")] = None,
     task: Task = None,
     image_key: ImageKey = None,
-    every: int = 1,
+    every: Annotated[int, Parameter(validator=validators.Number(gte=1))] = 1,
     image_size: tuple[int, int, int] | None = None,
     output: Path | None = None,
     worst: Path | None = None,

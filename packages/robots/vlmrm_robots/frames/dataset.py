@@ -106,10 +106,7 @@ def index_frames(
 def index_files(
     every: Sequence[TrajectoryFile], keys: Sequence[str], image_size: Sequence[int] | None = None
 ) -> tuple[FrameIndex, str]:
-    """Return the frames of files without duplicate trajectories, and the counts of each folder in words.
-
-    Without an `image_size` files may differ in theirs.
-    """
+    """Return the frames of files, of any size by default, without duplicates, and the counts of folders in words."""
     folders: dict[Path, list[TrajectoryFile]] = {}
     for file in every:
         folders.setdefault(file.path.parent, []).append(file)

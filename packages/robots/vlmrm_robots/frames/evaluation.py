@@ -53,7 +53,7 @@ def is_classifier(scorer: str) -> bool:
     path, described = Path(scorer), Path(scorer) / "config.json"
     if described.is_file():
         return '"reward_classifier"' in described.read_text(encoding="utf-8")
-    return path.is_file() and path.suffix not in (".yaml", ".yml")
+    return path.suffix in (".pt", ".safetensors") or (path.is_file() and path.suffix not in (".yaml", ".yml"))
 
 
 def qualify_classifier(

@@ -31,10 +31,7 @@ FIRES = {"false": "failed", "early": "successful"}  # figures of fires, and of t
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Scored frames: score, label (0 or 1), episode and step of each [N], and the scenery [N] of its episode.
-
-    Episodes of one scenery are compared with each other.
-    """
+    """Scored frames: score, label (0 or 1), episode and step of each [N], and its scenery [N], which is compared."""
 
     scores: np.ndarray
     labels: np.ndarray
