@@ -1,9 +1,9 @@
 """A laboratory of named outputs: procedural pictures whose true reward is known, and one tiny model for all of it.
 
 A picture is a disc: its size, its hue, and the light around it. One training has ratings of single pictures in three
-dimensions (with noise, three in ten missing), pairs that a criterion in the prompt decides, solutions of three steps
-that describe a picture rightly or wrongly, and episodes in which the disc grows, with rewinds. Figures are on new
-ones.
+dimensions (three raters with noise, three in ten missing), pairs that a criterion in the prompt decides, solutions of
+three steps that describe a picture rightly or wrongly, and episodes in which the disc grows, with rewinds. Figures are
+on new ones.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ OUTPUTS = {
 }
 TRUE = {"light": ("dark", "bright"), "size": ("small", "large"), "hue": ("red", "yellow")}
 CRITERIA = {"light": "The brighter picture is better.", "size": "The larger disc is better."}
-STEPS, FRAMES, STEPS_OF_TRAINING, OF_CRITIQUES = 3, 5, 1200, 100
-SINGLES = 1000  # pictures that are rated anew: a correlation of 300 is known to 0.06 alone
-NOISE, MISSING = 0.25, 0.3  # of ratings: a standard deviation of raters, and the share that is left out
+STEPS, FRAMES, STEPS_OF_TRAINING, OF_CRITIQUES = 3, 5, 400, 100
+ROWS = {"ratings": 3200, "pairs": 1600, "steps": 800, "episodes": 800}  # of a training, each seen once
+NEW = {"ratings": 4000, "pairs": 300, "steps": 300, "episodes": 300}  # a correlation of 4000 is known to 0.016
+RATERS, NOISE, MISSING = 3, 0.25, 0.3  # of a picture, their standard deviation, and the share that is left out
 
 Rows = list[dict[str, Any]]
 
@@ -59,8 +60,8 @@ def picture(file: Path, light: float, size: float, hue: float) -> str:
     return file.name
 
 
-def write_data(folder: Path, rng: np.random.Generator, count: int, singles: int, noise: float) -> dict[str, Path]:
-    """Write `count` rows of each kind, of ratings `singles`, and return their files."""
+def write_data(folder: Path, rng: np.random.Generator, counts: Mapping[str, int], noise: float) -> dict[str, Path]:
+    """Write so many rows of each kind, and return their files."""
     folder.mkdir(parents=True)
     number = itertools.count()
 
@@ -77,14 +78,15 @@ def write_data(folder: Path, rng: np.random.Generator, count: int, singles: int,
     files = {}
     for name, make in kinds.items():
         files[name] = folder / f"{name}.jsonl"
-        rows: Rows = [make() for _ in range(singles if name == "ratings" else count)]
+        rows: Rows = [make() for _ in range(counts[name])]
         files[name].write_text("".join(json.dumps(one) + "\n" for one in rows))
     return files
 
 
 def _rated(new: Callable[..., Any], rng: np.random.Generator, noise: float) -> dict[str, Any]:
     image, values = new()
-    rated = {name: float(np.clip(1 + 4 * value + rng.normal(0, noise), 1, 5)) for name, value in values.items()}
+    raters = RATERS if noise else 1
+    rated = {it: np.clip(1 + 4 * value + rng.normal(0, noise, raters), 1, 5).tolist() for it, value in values.items()}
     kept = {name: it for name, it in rated.items() if not noise or rng.random() >= MISSING or name == "light"}
     return {"prompt": "Draw a disc.", "response_image": image, **kept}
 
@@ -121,21 +123,17 @@ def _episode(new: Callable[..., Any], rng: np.random.Generator) -> dict[str, Any
 
 def one_seed(folder: Path, seed: int, quick: bool) -> dict[str, float]:
     """Train the model of a seed, and return its figures."""
-    count = 24 if quick else 700
     rng = np.random.default_rng(seed)
     trained, held_out = (
-        write_data(folder / it, rng, n, singles, noise)
-        for it, n, singles, noise in (
-            ("train", count, count, NOISE),
-            ("new", 24 if quick else 300, 24 if quick else SINGLES, 0.0),
-        )
+        write_data(folder / it, rng, dict.fromkeys(counts, 24) if quick else counts, noise)
+        for it, counts, noise in (("train", ROWS, NOISE), ("new", NEW, 0.0))
     )
     base = make_tiny(folder / "base")
 
     def trained_on(data: Sequence[Path], steps: int, **keys: Any) -> Any:
         steps = 4 if quick else steps
         keys |= {"max_steps": steps, "warmup_steps": steps // 12, "seed": seed}
-        keys |= {"per_device_train_batch_size": 16, "learning_rate": 1e-3, "lr_scheduler_type": "cosine"}
+        keys |= {"per_device_train_batch_size": 16, "learning_rate": 2e-3, "lr_scheduler_type": "cosine"}
         result = train(runs.training_words(base, data, folder / f"out{len([*folder.iterdir()])}", **keys))
         return load_scorer(result.model_dir, dtype="float32")
 
@@ -149,7 +147,7 @@ def one_seed(folder: Path, seed: int, quick: bool) -> dict[str, float]:
     ratings = scored["ratings"].figures
     return {
         **{f"rank_{name}": ratings[name]["rank"] for name in DIMENSIONS},
-        "leak": leak(scored["ratings"]),
+        **dict(zip(("leak", "leak_floor"), leak(scored["ratings"]), strict=True)),
         "auc": scored["steps"].figures["right"]["auc"],
         "order": scored["episodes"].figures["done"]["order"],
         "criterion": scored["pairs"].figures["better"]["accuracy"],
@@ -160,8 +158,8 @@ def one_seed(folder: Path, seed: int, quick: bool) -> dict[str, float]:
 
 def pair_accuracy(scorer: Any, file: Path) -> float:
     rows = [one["comparison"] for one in load_comparisons([str(file)], arguments=DataArguments())]
-    scores = [scorer.score(row.conversations()) for row in rows]
-    return statistics.mean(float(better > worse) for better, worse in scores)
+    scores = iter(scorer.score([it for row in rows for it in row.conversations()]))
+    return statistics.mean(float(better > worse) for better, worse in zip(scores, scores, strict=True))
 
 
 class Scored:
@@ -176,28 +174,31 @@ class Scored:
     def of(cls, scorer: Any, file: Path) -> Scored:
         rows = load_comparisons([str(file)], arguments=DataArguments(outputs=OUTPUTS))
         comparisons = [one["comparison"] for one in rows]
-        values = []
-        for comparison in comparisons:
-            named = scorer.score_outputs(comparison.conversations())
-            values.append({name: [it[name] for it in named] for name in OUTPUTS})
-        return cls(comparisons, values)
+        named = iter(scorer.score_outputs([it for row in comparisons for it in row.conversations()]))
+        of_rows = [[*itertools.islice(named, len(row.answers))] for row in comparisons]
+        return cls(comparisons, [{name: [it[name] for it in of] for name in OUTPUTS} for of in of_rows])
 
 
-def leak(scored: Scored) -> float:
-    """Return the largest correlation of an output with another dimension, without what its own explains."""
+def leak(scored: Scored) -> tuple[float, float]:
+    """Return the largest correlation of an output with another dimension, without what its own explains.
+
+    And the mean of what it is where the pictures are mixed, which so many of them cannot tell from nothing.
+    """
     truth = {
         name: np.array([next(j.values[0] for j in it.judgements if j.dimension == name) for it in scored.comparisons])
         for name in DIMENSIONS
     }
-    largest = 0.0
+    rests = []
     for name, other in itertools.permutations(DIMENSIONS, 2):
         own = np.stack([np.ones_like(truth[name]), truth[name]], 1)
-        rest = [
-            it - own @ np.linalg.lstsq(own, it, rcond=None)[0]
-            for it in (np.array([v[name][0] for v in scored.values]), truth[other])
-        ]
-        largest = max(largest, abs(float(np.corrcoef(*rest)[0, 1])))
-    return largest
+        of_both = np.stack([[values[name][0] for values in scored.values], truth[other]], 1)
+        rests.append(of_both - own @ np.linalg.lstsq(own, of_both, rcond=None)[0])
+
+    def largest(order: np.ndarray) -> float:
+        return max(abs(float(np.corrcoef(rest[order, 0], rest[:, 1])[0, 1])) for rest in rests)
+
+    count, rng = len(scored.values), np.random.default_rng(0)
+    return largest(np.arange(count)), statistics.mean(largest(rng.permutation(count)) for _ in range(100))
 
 
 def calibration(pairs: Scored, singles: Scored) -> dict[str, float]:

@@ -37,6 +37,7 @@ class ScoredRow:
     scores: list[float] = field(default_factory=list)
     altered: dict[str, list[float]] = field(default_factory=dict)
     outputs: dict[str, list[float]] = field(default_factory=dict)  # of a model of several, each branch's value by name
+    altered_outputs: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # the same by intervention
     error: RowError | None = None
     failed: dict[str, str] = field(default_factory=dict)
     verdicts: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
@@ -130,13 +131,18 @@ class Engine:
         named = iter(named_numbers(self.outputs, self.scores(part)))
         table = part["rows"]
         counts = zip(table["index"].tolist(), table["id"], table["branches"].tolist(), strict=True)
-        rows = {}
-        for index, row_id, count in counts:
+
+        def take(count: int) -> tuple[list[float], dict[str, list[float]]]:
             values = [*islice(named, count)]
             outputs = {} if self.outputs == ONE else {name: [it[name] for it in values] for name in values[0]}
-            rows[index] = ScoredRow(index, row_id, [*map(self.outputs.number, values)], outputs=outputs)
+            return [*map(self.outputs.number, values)], outputs
+
+        rows = {}
+        for index, row_id, count in counts:
+            scores, outputs = take(count)
+            rows[index] = ScoredRow(index, row_id, scores, outputs=outputs)
         for index, name, count in part["altered"]:
-            rows[index].altered[name] = [*map(self.outputs.number, islice(named, count))]
+            rows[index].altered[name], rows[index].altered_outputs[name] = take(count)
         return [checked(row) for row in rows.values()]
 
 
@@ -162,6 +168,7 @@ def _finite(values: dict[str, float]) -> dict[str, float] | RowError:
 def checked(row: ScoredRow) -> ScoredRow:
     """Return the row, or its error when one of its scores is not finite."""
     altered = {f"{name} score": scores for name, scores in row.altered.items()}
+    altered |= {f"{name} {it}": of[it] for name, of in row.altered_outputs.items() for it in of}
     for label, scores in {"score": row.scores, **row.outputs, **altered}.items():
         for score in scores:
             if isinstance(error := finite_or_error(score, label, row.id), ScoreError):

@@ -161,7 +161,14 @@ class Outputs:
     @property
     def figures(self) -> list[str]:
         """The names of what an evaluation may say of named outputs."""
-        return [f"{name}_{figure}" for name in self.names if name in self.named for figure in FIGURES]
+        of_kind = {"correctness": ("accuracy", "auc", "first_wrong"), "progress": ("error", "order")}
+        others = ("accuracy", "rank", "error")
+        return [
+            f"{output.name}_{figure}"
+            for output in self.each
+            if output.name in self.named
+            for figure in of_kind.get(output.kind, others if output.rates else others[:1])
+        ]
 
     @property
     def columns(self) -> int:

@@ -58,7 +58,6 @@ def scored(
             "tie": data.random(count) < 0.03,
             "weight": 1.0,
             "margin_label": np.nan,
-            "agreement": np.nan,
             "chosen_score": base + margin / 2,
             "rejected_score": base - margin / 2,
             "chosen_length": chosen_length,

@@ -46,12 +46,12 @@ def test_the_earlier_of_equals_is_better():
 
 
 def test_rows_without_the_figure_are_left_out():
-    rows = [row(1, error="broken"), row(2, agreement_accuracy=(math.nan, math.nan), preference_accuracy=(0.5, 0.1))]
-    by_agreement = Criterion("agreement_accuracy")
+    rows = [row(1, error="broken"), row(2, position_consistency=(math.nan, math.nan), preference_accuracy=(0.5, 0.1))]
+    by_position = Criterion("position_consistency")
     assert names(Criterion().ranked(rows)) == ["2"]
-    assert by_agreement.best(rows) is None
-    with pytest.raises(ConfigError, match="nothing in column agreement"):
-        by_agreement.require(rows)
+    assert by_position.best(rows) is None
+    with pytest.raises(ConfigError, match="nothing in column credit_first"):
+        by_position.require(rows)
     with pytest.raises(ConfigError, match="accuracy/easy: choose one of accuracy/hard"):
         Criterion("accuracy/easy").require([row(2, preference_accuracy=(0.5, 0.1))])
 

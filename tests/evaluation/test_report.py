@@ -203,20 +203,6 @@ def test_the_best_checkpoint_is_the_sweep_s(tmp_path):
     assert chosen(mine) == ("checkpoint-200", "best by preference accuracy")
 
 
-def test_curves_of_trainings_still_present_are_shown(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    frames = [scored(60, model=model, step=step) for model in ("mine", "gone") for step in (5, 10)]
-    losses = [{"loss": 1 / step, "accuracy": 0.5, "step": step, "epoch": 1.0} for step in range(1, 11)]
-    for step in (5, 10):
-        Path(f"mine/checkpoint-{step}").mkdir(parents=True)
-        log = [*losses[:step], {"eval_loss": 0.3, "eval_accuracy": 0.7, "step": step}]
-        Path(f"mine/checkpoint-{step}/trainer_state.json").write_text(json.dumps({"log_history": log}))
-    page = build_report([results_beside(tmp_path, "results", frames, best=0)], tmp_path / "out")
-    assert page_of(page).headings[:2] == ["Checkpoints", "Training"]
-    [label] = re.findall(r'aria-label="(Loss and accuracy[^"]*)"', page.read_text())
-    assert label == "Loss and accuracy of mine by training step, to a loss of 0.100 at step 10."
-
-
 def test_leaked_rows_are_counted_and_measured_apart(tmp_path):
     frame = scored(90)
     leaked = np.arange(90) < 30

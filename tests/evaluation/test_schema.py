@@ -16,7 +16,7 @@ from vlmrm.evaluation.schema import SCHEMA_VERSION, dump_results, load_results
 @pytest.fixture
 def content() -> Any:
     """One checkpoint with figures, one without."""
-    whole = results_of(scored(60).drop(columns="agreement"))
+    whole = results_of(scored(60))
     [measured] = whole["results"]
     failed = {**{name: measured[name] for name in ("model", "checkpoint", "path", "seconds")}, "error": "it is broken"}
     return {**whole, "results": [measured, failed]}
@@ -26,10 +26,10 @@ def test_written_results_are_read_with_unknowns_as_null(content, tmp_path):
     path = tmp_path / "results.json"
     path.write_text(dump_results(content))
     plain = json.loads(path.read_text(), parse_constant=pytest.fail)  # NaN is no JSON
-    assert plain["results"][0]["statistics"]["overall"]["agreement_accuracy"]["value"] is None
+    assert plain["results"][0]["statistics"]["overall"]["position_consistency"]["value"] is None
     found = load_results(path)
     overall = found["results"][0]["statistics"]["overall"]
-    assert math.isnan(overall["agreement_accuracy"]["value"])
+    assert math.isnan(overall["position_consistency"]["value"])
     assert overall["preference_accuracy"] == content["results"][0]["statistics"]["overall"]["preference_accuracy"]
     assert overall["preference_accuracy"]["n"] == overall["sample_count"]
     assert json.loads(dump_results(found)) == plain

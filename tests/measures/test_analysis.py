@@ -18,7 +18,6 @@ FRAME = pair_frame(
     MARGINS,
     tie=[False, False, False, False, False, True],
     weight=[1, 2, 1, 4, 1, 1],
-    agreement=[1.0, 0.6, 0.6, np.nan, 0.8, 1.0],
     category=["x", "y", "x", None, "y", "y"],
     **{"by/split": ["val", "val", "test", "test", "test", "test"]},
 )
@@ -30,9 +29,7 @@ def test_figures_are_those_of_the_plain_functions():
     assert [found[name] for name in ("sample_count", "comparison_count", "cluster_count")] == [5, 6, 6]
     for name, value in {
         "preference_accuracy": 3.5 / 5,
-        "accuracy_ties_wrong": 3 / 5,
         "weighted_accuracy": 6.5 / 9,
-        "agreement_accuracy": 2.1 / 3.0,
         "groupwise_accuracy": 3 / 5,
         "average_margin": decided.mean(),
         "tied_margin": 1.0,
@@ -58,7 +55,7 @@ def test_ranked_lists_have_an_order_and_a_best():
     frame = list_frame([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 0.0]], [[3, 1, 2], [3, 1, 2], [1, 0]])
     found = figures(frame)
     assert found["groupwise_accuracy"]["value"] == pytest.approx(2 / 3)
-    assert found["kendall_within"]["value"] == pytest.approx(np.mean([1, -1 / 3, 1]))
+    assert found["spearman_within"]["value"] == pytest.approx(np.mean([1, -0.5, 1]))
     assert [row["lists"] for row in found["best_of_n"]] == [2, 2, 2], "pairs are no lists"
     best_of_three = found["best_of_n"][2]
     assert [best_of_three[kind]["value"] for kind in ("model", "oracle", "random")] == [2.5, 3.0, 2.0]

@@ -10,7 +10,7 @@ import pytest
 from scipy.special import expit
 from scipy.stats import binomtest, spearmanr, ttest_1samp
 
-from vlmrm.measures.intervals import Contrast, Correlation, Figure, Interval, Mean, numbered, spread
+from vlmrm.measures.intervals import Correlation, Figure, Interval, Lost, Mean, numbered, spread
 from vlmrm.measures.statistics import CalibrationError, Temperature, fitted_temperature, log_losses
 
 RNG = np.random.default_rng(0)
@@ -37,7 +37,7 @@ def jackknifed(figure: Callable[[np.ndarray], float]) -> float:
     [
         (Mean(X), lambda i: X[i].mean(), 1e-9),
         (Mean(X, WEIGHTS), lambda i: np.average(X[i], weights=WEIGHTS[i]), 1e-9),
-        (Contrast(X, FIRST, ~FIRST), lambda i: X[i][FIRST[i]].mean() - X[i][~FIRST[i]].mean(), 0.03),
+        (Lost(Mean(X), Mean(Y)), lambda i: X[i].mean() - Y[i].mean(), 1e-9),
         (Correlation(X, Y), lambda i: spearmanr(X[i], Y[i]).statistic, 0.03),
         (Temperature(X + 1), lambda i: fitted_temperature(X[i] + 1), 0.05),
     ],

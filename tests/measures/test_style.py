@@ -42,12 +42,3 @@ def test_style_control_removes_the_gain_of_length():
     of = figures(frame)
     assert of["preference_accuracy"]["value"] > 0.7
     assert of["style_controlled_accuracy"]["value"] < 0.6
-
-
-def test_accuracy_degrades_where_a_shortcut_fails():
-    shortcut = RNG.normal(0.5, 1, 500)
-    frame = pair_frame(shortcut + 0.3 * RNG.normal(size=500), blank_image_chosen=shortcut, blank_image_rejected=0.0)
-    right = frame["chosen_score"] > 0
-    expected = right[shortcut > 0].mean() - right[shortcut < 0].mean()
-    found = figures(frame)["blank_image_degradation"]
-    assert found["value"] == pytest.approx(expected) and found["low"] > 0.5

@@ -19,7 +19,7 @@ from vlmrm.batching import ComparisonCollator
 from vlmrm.conversation import Comparison, Judgement, Message
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons
-from vlmrm.errors import CheckpointError, ConfigError, DataError, TrainingError
+from vlmrm.errors import CheckpointError, ConfigError, DataError
 from vlmrm.evaluation.report import build_report, write_card
 from vlmrm.modeling import batcher_for, load_for_training
 from vlmrm.modeling.manifest import scale_in
@@ -151,7 +151,7 @@ def show_the_error_of_size(model, data):
     result = evaluate(model_dirs=model, dataset_path=str(data), output_file="results.csv")
     assert result.choice["metric"] == "red_rank"
     text = build_report(["results.csv"], "report").read_text() + write_card(model, "results.csv", data="d").read_text()
-    assert text.count("ordinal 1-3") == 2 and "interventions have nothing to compare" in text
+    assert text.count("ordinal 1-3") == 2 and text.count("painted grey") == 2 * len(RATED["outputs"])
     return result.best["outputs"]["size"]["error"]
 
 
@@ -199,9 +199,10 @@ def test_an_output_that_no_row_judges_is_refused(train_here, tmp_path):
         train_here(ratings(tmp_path / "data"), outputs=["red=rating 1-5", "clear=rating 1-5"])
     with pytest.raises(ConfigError, match="the chat template knows no variable `output`"):
         train_here(ratings(tmp_path / "data"), outputs=["red=rating 1-5 apart", "size=ordinal 1-3"])
-    with pytest.raises(TrainingError, match=r"metric_for_best_model is accuracy, .* one of red_error, red_rank"):
+    with pytest.raises(
+        ConfigError, match=r"metric_for_best_model is loss, of pairs, .* one of red_accuracy, red_rank, red_error\."
+    ):
         keys = {"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5, "load_best_model_at_end": True}
-        keys |= {"metric_for_best_model": "accuracy"}
         train_here(ratings(tmp_path), outputs=["red=rating 1-5"], eval_dataset_path=ratings(tmp_path), **keys)
 
 

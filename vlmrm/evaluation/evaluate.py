@@ -28,7 +28,7 @@ from vlmrm.logs import progress
 from vlmrm.measures.analysis import Finding, analyse, audit
 from vlmrm.measures.donors import BLOCKS, Traits, cluster_of, donors_of, is_sampled, traits_of
 from vlmrm.measures.intervals import numbered
-from vlmrm.measures.outputs import judged_outputs, output_figures, references
+from vlmrm.measures.outputs import judged_outputs, output_changes, output_figures, references
 from vlmrm.measures.pairs import PairArrays, PairTable, ScoredComparisons, pair_table, scored_frame
 from vlmrm.modeling import provenance
 from vlmrm.outputs import ONE, Outputs
@@ -170,7 +170,7 @@ def measure(
         ranks=processes.num_processes,
         cluster_by=definition.cluster_by,
     )
-    sample = min(FIRST_SAMPLE, args.intervention_sample) if data.has_pairs else 0
+    sample = min(FIRST_SAMPLE, args.intervention_sample)
     result = score(description=entry.checkpoint, sample=sample)
     if not result.comparisons:
         raise DataError(f"none of the {len(data.dataset)} rows could be scored: the first was {result.dropped[0]}.")
@@ -180,7 +180,7 @@ def measure(
         say_clusters(table.frame)
     table = data.tables[result.comparisons]
     figures: dict[str, Any] = {"dropped_rows": len(result.dropped)}
-    judged = {}
+    judged, clusters = {}, np.empty(0)
     if outputs != ONE:
         check_outputs(entry, outputs, result.outputs[0])
         judged = judged_outputs(outputs, result.comparisons, result.outputs)
@@ -195,14 +195,14 @@ def measure(
             frame["by/leaked"] = np.where(frame["comparison_id"].isin(data.leakage.leaked), "yes", "no")
         statistics = cast(Statistics, analyse(frame, findings))
         figures = {**table_figures(statistics["overall"]), **figures}
+    if judged:
+        figures["altered_outputs"] = output_changes(outputs, judged, result.altered_outputs, clusters)
     margins = np.empty(0) if frame is None else PairArrays(frame).decided
     data.results.references[entry.path] = references(outputs, judged, result.scores, margins)
     if result.dropped:
         counts = f"{len(result.dropped)} of {len(data.dataset)}"
         logger.warning("%s: %s rows are left out, the first because: %s", entry.path, counts, result.dropped[0])
-    if not data.has_pairs:
-        logger.info("%s: no interventions, which are measured by pairs: these rows have ratings alone", entry.path)
-    elif limits := {**scorer.limits, **limits_met(result, scorer.interventions)}:
+    if limits := {**scorer.limits, **limits_met(result, scorer.interventions)}:
         figures["limits"] = limits
         for reason in dict.fromkeys(limits.values()):
             names = ", ".join(name for name, its_reason in limits.items() if its_reason == reason)
@@ -300,6 +300,7 @@ def evaluate(
         failed=[row.failed for row in kept],
         verdicts=[row.verdicts for row in kept],
         outputs=[row.outputs for row in kept],
+        altered_outputs=[row.altered_outputs for row in kept],
     )
 
 
@@ -307,9 +308,10 @@ def add_interventions(result: ScoredComparisons, more: ScoredComparisons) -> Non
     """Add what further rows of the same data set have under interventions."""
     assert isinstance(result.comparisons, _Rows) and isinstance(more.comparisons, _Rows)
     places = {index: place for place, index in enumerate(result.comparisons.indices)}
-    for index, altered, failed in zip(more.comparisons.indices, more.altered, more.failed, strict=True):
-        if index in places:  # else a judge had no verdict the first time
-            result.altered[places[index]], result.failed[places[index]] = altered, failed
+    for number, index in enumerate(more.comparisons.indices):
+        if (place := places.get(index)) is not None:  # else a judge had no verdict the first time
+            for name in ("altered", "failed", "altered_outputs"):
+                getattr(result, name)[place] = getattr(more, name)[number]
 
 
 def limits_met(result: ScoredComparisons, interventions: Iterable[str]) -> dict[str, str]:

@@ -78,6 +78,7 @@ class Row(TypedDict, extra_items=Number):
     seconds: float
     benchmark: NotRequired[dict[str, Figures]]
     outputs: NotRequired[dict[str, Figures]]  # of a model of several, the figures of each by its name
+    altered_outputs: NotRequired[dict[str, dict[str, Figures]]]  # what each loses, and moves by, under interventions
     statistics: NotRequired[Statistics]
     provenance: NotRequired[Provenance]
 

@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +33,7 @@ from vlmrm.evaluation.schema import Best, Row
 from vlmrm.measures.donors import WHOLE
 from vlmrm.measures.metrics import METRICS
 from vlmrm.measures.pairs import PairTable, check_columns
-from vlmrm.outputs import ONE, Outputs
+from vlmrm.outputs import Outputs
 from vlmrm.settings import Strict, did_you_mean, load_file, validate
 
 SUITES: Mapping[str, tuple[str, ...]] = {
@@ -131,12 +130,6 @@ class OpenSet:
     results: Results
     leakage: Leakage | None  # how much of it was trained on, where that is known
     tables: dict[Any, PairTable] = field(default_factory=dict)  # pairs that were scored, which checkpoints share
-
-    @cached_property
-    def has_pairs(self) -> bool:
-        """Whether a row has a pair, by which interventions are measured."""
-        outputs = self.definition.data_args.named_outputs
-        return outputs == ONE or any(outputs.counted(row) is not None for row in iterate_readable(self.dataset))
 
     @property
     def of(self) -> str:

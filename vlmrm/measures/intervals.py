@@ -97,20 +97,6 @@ class Mean(Figure):
 
 
 @dataclass(frozen=True)
-class Contrast(Figure):
-    """The mean of values[N], from 0 to 1, where `first` [N] is true, minus that where `second` [N] is."""
-
-    values: np.ndarray
-    first: np.ndarray
-    second: np.ndarray
-    scale = "difference"
-
-    def influence(self) -> Influence:
-        a, b = (Mean(np.where(rows, self.values, np.nan)).influence() for rows in (self.first, self.second))
-        return Influence(a.value - b.value, a.rows - b.rows, (a.shares + b.shares) / 2, a.n + b.n)
-
-
-@dataclass(frozen=True)
 class Correlation(Figure):
     """Spearman's rank correlation of x and y, [N] or, with B values a row, [N, B]; a NaN does not count."""
 
@@ -135,6 +121,18 @@ class Correlation(Figure):
             moved -= value * (centred**2 + 2 * order.above_less_below(centred) - 3 * spread) / (2 * spread)
         rows[counts] = moved / n
         return Influence(float(value), rows.sum(axis=1), shares.sum(axis=1), n)
+
+
+@dataclass(frozen=True)
+class Lost(Figure):
+    """By how much a figure of N rows is above another of the same rows."""
+
+    before: Figure
+    after: Figure
+
+    def influence(self) -> Influence:
+        a, b = self.before.influence(), self.after.influence()
+        return Influence(a.value - b.value, a.rows - b.rows, a.shares, a.n)
 
 
 class Spread(NamedTuple):

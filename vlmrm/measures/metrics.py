@@ -10,14 +10,14 @@ lost under an intervention: the figure of the pairs as they are, minus that of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from vlmrm.errors import ConfigError
-from vlmrm.measures.intervals import Contrast, Correlation, Estimate, Figure, Mean
+from vlmrm.measures.intervals import Correlation, Estimate, Figure, Mean
 from vlmrm.measures.interventions import FOLLOWERS, INTERVENTIONS, Intervention
 from vlmrm.measures.pairs import PairArrays, credits_of
 from vlmrm.measures.statistics import (
@@ -26,7 +26,6 @@ from vlmrm.measures.statistics import (
     CalibrationError,
     ReliabilityBin,
     Temperature,
-    kendall_within,
     log_losses,
     spearman_within,
     squared_errors,
@@ -103,18 +102,6 @@ def _loss(intervention: Intervention) -> Metric:
         better="higher" if intervention.removes else "lower",
         needs=f"{intervention.name}_chosen",
     )
-
-
-def _degradations() -> Iterator[Metric]:
-    """Yield the shortcut-failure degradation (arXiv 2503.03122) for each part without which a shortcut is left."""
-    for name, shortcut in {"blank_image": "without images", "response_only": "without a prompt"}.items():
-        yield Metric(
-            f"{name}_degradation",
-            f"shortcut-failure degradation: accuracy where the model is right {shortcut}, less that where it is wrong",
-            lambda p, name=name: Contrast(p.credits, (left := credits_of(p.altered_margins(name))) == 1, left == 0),
-            better="lower",
-            needs=f"{name}_chosen",
-        )
 
 
 def share_of(values: np.ndarray, weights: np.ndarray | None = None) -> Mean:
@@ -209,23 +196,10 @@ _DECLARED = (
         int,
     ),
     Metric(
-        "accuracy_ties_wrong",
-        "preference accuracy with equal scores as wrong, as TRL counts",
-        lambda p: share_of(np.where(np.isnan(p.margins), np.nan, p.margins > 0)),
-        better="higher",
-    ),
-    Metric(
         "weighted_accuracy",
         "preference accuracy of pairs weighted by their `weight`",
         lambda p: share_of(p.credits, p.column("weight")),
         better="higher",
-    ),
-    Metric(
-        "agreement_accuracy",
-        "preference accuracy of pairs weighted by the raters' agreement",
-        lambda p: share_of(p.credits, p.column("agreement")),
-        better="higher",
-        needs="agreement",
     ),
     Metric(
         "groupwise_accuracy",
@@ -275,7 +249,6 @@ _DECLARED = (
         needs="chosen_length",
         percent=True,
     ),
-    *_degradations(),
     Metric(
         "margin_length_correlation",
         "Spearman: the margin and how much longer the chosen answer is",
@@ -286,30 +259,9 @@ _DECLARED = (
     Metric(
         "score_area_correlation",
         "Spearman: the score and the pixels of the images in the answer, where there are any",
-        lambda p: Correlation(p.scores, _positive(p.sides("pixels"))),
+        lambda p: Correlation(p.scores, np.where(p.sides("pixels") > 0, p.sides("pixels"), np.nan)),
         needs="chosen_pixels",
         label="Score and area of an answer's images",
-    ),
-    Metric(
-        "margin_area_correlation",
-        "Spearman: the margin and the pixels of the images in the prompt",
-        lambda p: Correlation(p.margins, _positive(p.column("pixels"))),
-        needs="pixels",
-        label="Margin and area of images in the prompt",
-    ),
-    Metric(
-        "margin_images_correlation",
-        "Spearman: the margin and the number of images in the prompt",
-        lambda p: Correlation(p.margins, p.column("images")),
-        needs="images",
-        label="Margin and number of images in the prompt",
-    ),
-    Metric(
-        "score_images_correlation",
-        "Spearman: the score and the number of images in the prompt",
-        lambda p: Correlation(p.scores, np.stack([p.column("images")] * 2, axis=1)),
-        needs="images",
-        label="Score and number of images in the prompt",
     ),
     *map(_loss, INTERVENTIONS.values()),
     Metric(
@@ -334,12 +286,6 @@ _DECLARED = (
         "bins of the probability: `low`, `high`, `count`, mean `probability`, `frequency` with which it came true",
         lambda p: p.reliability,
         list[ReliabilityBin],
-    ),
-    Metric(
-        "kendall_within",
-        "Kendall's tau-b of scores and ratings, mean over lists",
-        lambda p: p.of_lists(kendall_within(*p.candidates)),
-        better="higher",
     ),
     Metric(
         "spearman_within",
@@ -367,7 +313,3 @@ def register(*metrics: Metric) -> None:
 
 
 FOLLOWERS.append(lambda intervention: register(_altered(intervention), _loss(intervention)))
-
-
-def _positive(values: np.ndarray) -> np.ndarray:
-    return np.where(values > 0, values, np.nan)

@@ -10,7 +10,8 @@ import numpy as np
 from scipy.stats import rankdata
 
 from vlmrm.conversation import Comparison, agreed_pairs
-from vlmrm.measures.intervals import NAN, Correlation, Figure, Mean
+from vlmrm.measures.intervals import NAN, Correlation, Figure, Lost, Mean
+from vlmrm.measures.interventions import INTERVENTIONS, Intervention
 from vlmrm.measures.pairs import credits_of
 from vlmrm.measures.statistics import fitted_temperature
 from vlmrm.outputs import Output, Outputs
@@ -99,6 +100,51 @@ def _figures(output: Output, of: Judged) -> Iterator[tuple[str, Figure | float, 
         yield "order", credits, owners
     else:
         yield "rank", Correlation(of.ratings, of.values), of.owners
+
+
+def output_changes(
+    outputs: Outputs,
+    judged: Mapping[str, Judged],
+    altered: Sequence[Mapping[str, Mapping[str, Sequence[float]]]],
+    clusters: np.ndarray,
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return what interventions do to each output that is judged; `altered[i]` has values by intervention and output.
+
+    lost: the part of its rank correlation with ratings, or without any of its accuracy, that is lost on the answers
+    that were changed; of pairs an attack changes the worse alone. moved: by how many standard deviations its values
+    rise.
+    """
+    scored = {name for of_row in altered for name in of_row}
+    asked = [it for name, it in INTERVENTIONS.items() if name in scored and it.repeats is None]
+    return {
+        output.name: {it.name: _changed(output, judged[output.name], it, altered, clusters) for it in asked}
+        for output in outputs
+        if len(judged[output.name].pairs) or not np.isnan(judged[output.name].ratings).all()
+    }
+
+
+def _changed(
+    output: Output,
+    of: Judged,
+    intervention: Intervention,
+    altered: Sequence[Mapping[str, Mapping[str, Sequence[float]]]],
+    clusters: np.ndarray,
+) -> dict[str, Any]:
+    values = np.full(len(of.values), NAN)
+    for start, row in zip(np.searchsorted(of.owners, np.arange(len(altered))), altered, strict=True):
+        if intervention.name in row:
+            changed = row[intervention.name][output.name]
+            values[start : start + len(changed)] = changed
+    moved = Mean((values - of.values) / max(float(of.values.std()), 1e-12)).estimate(clusters[of.owners])
+    rated = of.ratings + 0 * values  # of what was changed alone
+    if output.rates and not np.isnan(of.ratings).all():
+        lost = Lost(Correlation(rated, of.values), Correlation(rated, values)).estimate(clusters[of.owners])
+    else:
+        better, worse = of.pairs.T
+        after = np.where(np.isnan(values), NAN, of.values)[better] if intervention.attack else values[better]
+        credits = credits_of(after - values[worse])
+        lost = Mean(credits_of(of.margins) - credits, scale="difference").estimate(clusters[of.owners[better]])
+    return {"lost": lost._asdict(), "moved": moved._asdict()}
 
 
 def _firsts(owners: np.ndarray, where: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -37,7 +37,7 @@ LIST = 3  # candidates from which on a comparison is a ranked list
 class ScoredComparisons:
     """Comparisons with the score of each branch; `dropped` are the rows that could not be scored.
 
-    `altered`, `failed`, `verdicts` and `outputs` are by comparison what `ScoredRow` has.
+    `altered`, `failed`, `verdicts`, `outputs` and `altered_outputs` are by comparison what `ScoredRow` has.
     """
 
     comparisons: Sequence[Comparison] = ()
@@ -47,6 +47,7 @@ class ScoredComparisons:
     failed: list[dict[str, str]] = field(default_factory=list)
     verdicts: list[Mapping[tuple[int, int], tuple[float, float]]] = field(default_factory=list)
     outputs: list[Mapping[str, Sequence[float]]] = field(default_factory=list)
+    altered_outputs: list[Mapping[str, Mapping[str, Sequence[float]]]] = field(default_factory=list)
 
 
 class Candidates(NamedTuple):
@@ -106,9 +107,8 @@ def pair_table(
         count += len(answers)
     _refuse_unknown([name for name in group_by if name in absent])
     frame = pd.DataFrame(rows, columns=None if rows else pd.Index([*COLUMNS, "prompt_text"]))
-    for name in ("margin_label", "agreement"):
-        if name in frame:
-            frame[name] = frame[name].astype("float64")
+    if "margin_label" in frame:
+        frame["margin_label"] = frame["margin_label"].astype("float64")
     chosen, rejected = np.array(branches, dtype=np.int64).reshape(-1, 2).T
     return PairTable(frame, chosen, rejected)
 
@@ -125,8 +125,8 @@ def scored_frame(
     """Return `scored_pairs` with the further columns that interventions and the report need.
 
     Further columns: model, checkpoint, step; by/NAME for each of `group_by`; chosen_ and rejected_ length
-    (characters), markup (pieces of markdown), pixels, text, image_paths; margin_label, agreement; images (their
-    number), pixels, prompt_text, image_paths of the prompt; and for each intervention that was scored its _chosen
+    (characters), markup (pieces of markdown), pixels, text, image_paths; margin_label; prompt_text,
+    image_paths of the prompt; and for each intervention that was scored its _chosen
     and _rejected score, NaN where it does not apply. By default the `pair_table` of the comparisons is made.
     """
     table = pair_table(result.comparisons, group_by) if table is None else table
@@ -189,9 +189,6 @@ def _of_comparison(comparison: Comparison, group_by: Sequence[str]) -> dict[str,
     return {
         **{f"by/{name}": comparison.columns.get(name) for name in group_by},
         "margin_label": comparison.judgement.margin,
-        "agreement": comparison.columns.get("agreement"),
-        "images": len(images),
-        "pixels": sum(map(_pixels, images)),
         "prompt_text": text_of(comparison.prompt)[:TEXT],
         "image_paths": _local_paths(images),
     }

@@ -374,6 +374,12 @@ def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval
     key = "eval_dataset_path" if data_args.eval_dataset_path else f"eval_fraction {data_args.eval_fraction}"
     held_out = survey(eval_dataset, collator, data_args.split_seed, trains=False)
     check_survey(held_out, key, args.max_dropped_share)
+    figures, wanted = data_args.named_outputs.figures, (args.metric_for_best_model or "").removeprefix("eval_")
+    if args.load_best_model_at_end and figures and wanted not in figures and not held_out.compared:
+        raise ConfigError(
+            f"metric_for_best_model is {wanted}, of pairs, and no row of {key} has two answers that the total "
+            f"compares: choose one of {', '.join(figures)}."
+        )
     if remark := few_prompts(held_out):
         logger.warning(remark)
     if data_args.eval_dataset_path and (both := shared_prompts(rows, held_out)):

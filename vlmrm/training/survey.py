@@ -48,6 +48,7 @@ class Survey:
     repeats: Repeats = field(default_factory=Repeats)
     outputs: Outputs = ONE
     judged: set[str] = field(default_factory=set)  # the names of outputs that a row judges
+    compared: bool = False  # whether a row has answers that the total compares
     critiques: bool = False  # whether rows' critiques are taught
     subjects: set[Subject] = field(default_factory=set)  # of prompts, until two are `unrelated`
     unrelated: bool = False
@@ -67,6 +68,7 @@ class Survey:
     def look(self, row: Comparison) -> None:
         """Compare a row with the earlier ones."""
         self.prompts.append("\0".join(split_key(row, "")))
+        self.compared = self.compared or self.outputs.counted(row) is not None
         if not self.trains:
             return
         self.margins += margins_of(row)

@@ -26,7 +26,6 @@ from vlmrm.evaluation.report.checkpoints import (
     read_frames,
     read_sweeps,
     split,
-    training_logs,
     without_figures,
 )
 from vlmrm.evaluation.report.explorer import pack_pairs
@@ -62,7 +61,7 @@ def build_report(
     require_own_file(folder / PAGE, 'content="vlmrm report"')
     make_folder(folder / PLOTS)
     with drawing():
-        first, page_sections = curve(checkpoints, best), sections(checkpoints, choice, training_logs(sweeps))
+        first, page_sections = curve(checkpoints, best), sections(checkpoints, choice)
         drawings = [*first, *(drawing for section in page_sections for drawing in section.drawings)]
         drawn = {it.name: save(it.figure, folder / PLOTS, it.name) for it in drawings}
     dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ {css_variables(dark=True)} }} }}"

@@ -13,6 +13,7 @@ from scipy.special import stdtr
 
 from vlmrm.evaluation.report.checkpoints import CATEGORY, Choice, interval, number, percent, points
 from vlmrm.measures.analysis import CHANCE, CLUSTERS, LEVEL, MARGIN, Finding, deciding, holm
+from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS, REMOVING
 
 # What a model may use: the question of its chip, and what to trust it for where it does.
@@ -21,6 +22,7 @@ PARTS = {
     "question": ("Needs the question?", "what the question decides"),
     "frames": ("Needs the order of frames?", "what the order of frames decides"),
 }
+MOVED = 0.2  # standard deviations of an output; what moves its values by more sways it
 NAMED = 4  # checkpoints or categories of a sentence
 LEADS = {True: "Trust it for", False: "Not for", None: "Unknown for"}
 
@@ -93,10 +95,27 @@ def changed(finding: Finding) -> str:
 
 def state(finding: Finding) -> str:
     """Return the finding in the words of its family: what is removed should be missed, and nothing else."""
-    if finding.state == "undecided":
+    counts = {"reliant": True, "not reliant": False, "undecided": None}[finding.state]
+    return _in_words(counts, removes=finding.family in REMOVING)
+
+
+def state_of_output(name: str, lost: Estimate, moved: Estimate) -> str:
+    """Return the finding about an output under an intervention, by its own intervals, in the same words.
+
+    What is removed counts by what is lost, anything else by how far it moves the values; of an attack upwards.
+    """
+    intervention = INTERVENTIONS[name]
+    of, margin = (lost, MARGIN) if intervention.removes else (moved, MOVED)
+    beyond = of.low > margin or (of.high < -margin and not intervention.attack)
+    within = of.high < margin and (of.low > -margin or intervention.attack)
+    counts = True if beyond else False if within else None
+    return _in_words(counts if of.clusters >= CLUSTERS else None, removes=intervention.removes)
+
+
+def _in_words(counts: bool | None, *, removes: bool) -> str:
+    if counts is None:
         return "cannot tell"
-    counts = finding.state == "reliant"
-    if finding.family in REMOVING:
+    if removes:
         return "relies on it" if counts else "does not rely on it"
     return "swayed by it" if counts else "not swayed"
 

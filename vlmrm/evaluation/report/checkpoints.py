@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,7 @@ from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.pairs import COLUMNS, margins_of, not_finite, read_pairs
 from vlmrm.outputs import ONE, Outputs
 
-TrainingLog = Sequence[Mapping[str, float]]  # HF's `log_history`
-
 CATEGORY = "category"
-MOST_LOGS = 6  # trainings of which the report shows the curves
 NEEDED = ("model", "checkpoint", *COLUMNS)
 
 
@@ -122,7 +117,7 @@ def split(frames: Sequence[pd.DataFrame]) -> tuple[list[Checkpoint], list[str]]:
     """Return the checkpoints of all frames, by model and step, and a sentence about each that cannot be shown."""
     rows_by_key: dict[tuple[str, str], pd.DataFrame] = {}
     if not frames:
-        return [], ["These data have ratings and no pairs, so that interventions have nothing to compare."]
+        return [], []
     for frame in frames:
         if missing := [name for name in NEEDED if name not in frame]:
             raise DataError(f"the scored pairs have no column {', '.join(missing)}: make them with vlmrm eval.")
@@ -189,24 +184,6 @@ def without_figures(sweeps: Sequence[ResultsFile]) -> list[str]:
     """Return a sentence about each row of the results that has an error in place of figures."""
     rows = (row for sweep in sweeps for row in sweep["results"] if row["error"])
     return [f"{row['path']} has no figures: {row['error']}" for row in rows]
-
-
-def training_logs(sweeps: Sequence[ResultsFile]) -> dict[str, TrainingLog]:
-    """Return the log of each training whose checkpoints were evaluated, as far as they are still on this machine."""
-    logs: dict[str, TrainingLog] = {}
-    for folder in sorted({Path(row["path"]).parent for sweep in sweeps for row in sweep["results"]}):
-        histories = [_history(path) for path in folder.glob("checkpoint-*/trainer_state.json")]
-        longest = max(histories, key=len, default=[])
-        if sum("loss" in entry for entry in longest) > 1:
-            logs[str(folder)] = longest
-    return dict(islice(logs.items(), MOST_LOGS))
-
-
-def _history(state: Path) -> TrainingLog:
-    try:
-        return json.loads(state.read_text(encoding="utf-8"))["log_history"]
-    except (OSError, ValueError, KeyError):
-        return []  # a training may be writing it
 
 
 def choose(checkpoints: Sequence[Checkpoint], sweeps: Sequence[ResultsFile]) -> Choice:

@@ -15,7 +15,6 @@ from vlmrm.evaluation.report.checkpoints import (
     CATEGORY,
     Checkpoint,
     Choice,
-    TrainingLog,
     interval,
     number,
     percent,
@@ -79,17 +78,14 @@ class Section:
     method: str = ""
 
 
-def sections(
-    checkpoints: Sequence[Checkpoint], choice: Choice, logs: Mapping[str, TrainingLog] | None = None
-) -> list[Section]:
-    """Return all sections in the order of the page; most are of the best checkpoint. `logs` are by training."""
+def sections(checkpoints: Sequence[Checkpoint], choice: Choice) -> list[Section]:
+    """Return all sections in the order of the page; most are of the best checkpoint."""
     best = choice.best
     of_rows = [of_outputs(choice.outputs, choice.rows)] if any("outputs" in row for row in choice.rows) else []
     if not checkpoints:
         return of_rows
     return [
         of_checkpoints(checkpoints, choice),
-        *([of_training(logs)] if logs else []),
         *([of_published(best, *choice.benchmark)] if choice.benchmark else []),
         *of_rows,
         of_audit(best, choice.limits),
@@ -170,17 +166,6 @@ def _compared(test: PairedTest | None) -> tuple[str, str, str]:
     return ahead, ends, "< 0.001" if test.p_value < 0.001 else f"{test.p_value:.3f}"
 
 
-def of_training(logs: Mapping[str, TrainingLog]) -> Section:
-    drawings = []
-    for index, (name, log) in enumerate(logs.items()):
-        last = next(entry for entry in reversed(log) if "loss" in entry)
-        end = f"a loss of {last['loss']:.3f} at step {last['step']:,}"
-        alt = f"Loss and accuracy of {name} by training step, to {end}."
-        drawings.append(Drawing(f"learning_{index}", plots.learning_curves(log), alt, f"{name}: loss and accuracy."))
-    text = "What the trainings logged. Where the lines of a figure part, the model learns its training data by heart."
-    return Section("training", "Training", text, drawings)
-
-
 def of_published(best: Checkpoint, name: str, measured: Mapping[str, Mapping[str, Any]]) -> Section:
     """Show the checkpoint's figures on a public benchmark beside the published ones."""
     public = benchmark(name)
@@ -213,7 +198,26 @@ def of_outputs(outputs: Outputs, rows: Sequence[Mapping[str, Any]]) -> Section:
     head = ["output", "kind", *(name.replace("_", " ") for name in names)]
     table = Table("Each output" + several * ", of the best checkpoint first", head, cells)
     text = "Intervals hold for other prompts, so that answers to a single one have none."
-    return Section("outputs", "Outputs", text, tables=[table])
+    changes = _of_changes(rows[0].get("altered_outputs", {}))
+    return Section("outputs", "Outputs", text, tables=[table, *([changes] if changes.rows else [])])
+
+
+def _of_changes(outputs: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Show what each output of a row loses under each intervention, and how far its values move."""
+    rows = []
+    for output, changes in outputs.items():
+        for name, of in changes.items():
+            lost, moved = Estimate(**of["lost"]), Estimate(**of["moved"])
+            said = audit.state_of_output(name, lost, moved)
+            cells = [INTERVENTIONS[name].view, said, _figure(of["lost"]), _figure(of["moved"]), f"{moved.n:,}"]
+            rows.append([output, *cells])
+    head = ["output", "what was changed", "finding", "lost", "moved", "answers"]
+    caption = (
+        "What each output rests on: the rank correlation with ratings, or else the accuracy, that is lost, and by how "
+        f"many standard deviations its values rise. A part that is gone counts from {MARGIN} lost, anything else from "
+        f"{audit.MOVED} moved, each by its own interval"
+    )
+    return Table(caption, head, rows)
 
 
 def _figure(figure: Any) -> str:
