@@ -43,9 +43,9 @@ OUTPUTS = {
 }
 TRUE = {"light": ("dark", "bright"), "size": ("small", "large"), "hue": ("red", "yellow")}
 CRITERIA = {"light": "The brighter picture is better.", "size": "The larger disc is better."}
-STEPS, FRAMES, STEPS_OF_TRAINING, OF_CRITIQUES = 3, 5, 400, 100
-ROWS = {"ratings": 3200, "pairs": 1600, "steps": 800, "episodes": 800}  # of a training, each seen once
-NEW = {"ratings": 4000, "pairs": 300, "steps": 300, "episodes": 300}  # a correlation of 4000 is known to 0.016
+STEPS, FRAMES, STEPS_OF_TRAINING, OF_CRITIQUES = 3, 5, 500, 100
+ROWS = 2000  # of each kind, which a training sees once
+NEW = {"ratings": 2000, "pairs": 300, "steps": 300, "episodes": 150}  # a correlation of 2000 is known to 0.022
 RATERS, NOISE, MISSING = 3, 0.25, 0.3  # of a picture, their standard deviation, and the share that is left out
 
 Rows = list[dict[str, Any]]
@@ -126,28 +126,28 @@ def one_seed(folder: Path, seed: int, quick: bool) -> dict[str, float]:
     rng = np.random.default_rng(seed)
     trained, held_out = (
         write_data(folder / it, rng, dict.fromkeys(counts, 24) if quick else counts, noise)
-        for it, counts, noise in (("train", ROWS, NOISE), ("new", NEW, 0.0))
+        for it, counts, noise in (("train", dict.fromkeys(NEW, ROWS), NOISE), ("new", NEW, 0.0))
     )
     base = make_tiny(folder / "base")
 
-    def trained_on(data: Sequence[Path], steps: int, **keys: Any) -> Any:
+    def trained_on(data: Sequence[Path], steps: int, batch: int, **keys: Any) -> Any:
         steps = 4 if quick else steps
-        keys |= {"max_steps": steps, "warmup_steps": steps // 12, "seed": seed}
-        keys |= {"per_device_train_batch_size": 16, "learning_rate": 2e-3, "lr_scheduler_type": "cosine"}
+        keys |= {"max_steps": steps, "warmup_steps": steps // 12, "seed": seed, "per_device_train_batch_size": batch}
+        keys |= {"learning_rate": 2e-3, "lr_scheduler_type": "cosine"}
         result = train(runs.training_words(base, data, folder / f"out{len([*folder.iterdir()])}", **keys))
         return load_scorer(result.model_dir, dtype="float32")
 
     kinds = [f"{name}={kind}" for name, kind in OUTPUTS.items()]
-    scorer = trained_on([*trained.values()], STEPS_OF_TRAINING, outputs=kinds)
+    scorer = trained_on([*trained.values()], STEPS_OF_TRAINING, 16, outputs=kinds)
     scored = {name: Scored.of(scorer, file) for name, file in held_out.items()}
     alone, beside = (
-        pair_accuracy(trained_on([trained["pairs"]], OF_CRITIQUES, critique_weight=weight), held_out["pairs"])
+        pair_accuracy(trained_on([trained["pairs"]], OF_CRITIQUES, 8, critique_weight=weight), held_out["pairs"])
         for weight in (0.0, 0.3)
     )
     ratings = scored["ratings"].figures
     return {
         **{f"rank_{name}": ratings[name]["rank"] for name in DIMENSIONS},
-        **dict(zip(("leak", "leak_floor"), leak(scored["ratings"]), strict=True)),
+        **leak(scored["ratings"]),
         "auc": scored["steps"].figures["right"]["auc"],
         "order": scored["episodes"].figures["done"]["order"],
         "criterion": scored["pairs"].figures["better"]["accuracy"],
@@ -179,10 +179,12 @@ class Scored:
         return cls(comparisons, [{name: [it[name] for it in of] for name in OUTPUTS} for of in of_rows])
 
 
-def leak(scored: Scored) -> tuple[float, float]:
+def leak(scored: Scored) -> dict[str, float]:
     """Return the largest correlation of an output with another dimension, without what its own explains.
 
-    And the mean of what it is where the pictures are mixed, which so many of them cannot tell from nothing.
+    It is a share of what is left, which is little where an output is good. Beside it are the largest change of an
+    output, as a share of its range, while the other goes from end to end, and the mean correlation where pictures are
+    mixed, which so many of them cannot tell from none.
     """
     truth = {
         name: np.array([next(j.values[0] for j in it.judgements if j.dimension == name) for it in scored.comparisons])
@@ -192,13 +194,17 @@ def leak(scored: Scored) -> tuple[float, float]:
     for name, other in itertools.permutations(DIMENSIONS, 2):
         own = np.stack([np.ones_like(truth[name]), truth[name]], 1)
         of_both = np.stack([[values[name][0] for values in scored.values], truth[other]], 1)
-        rests.append(of_both - own @ np.linalg.lstsq(own, of_both, rcond=None)[0])
+        rests.append((of_both - own @ np.linalg.lstsq(own, of_both, rcond=None)[0]).T)
 
     def largest(order: np.ndarray) -> float:
-        return max(abs(float(np.corrcoef(rest[order, 0], rest[:, 1])[0, 1])) for rest in rests)
+        return max(abs(float(np.corrcoef(output[order], other)[0, 1])) for output, other in rests)
 
     count, rng = len(scored.values), np.random.default_rng(0)
-    return largest(np.arange(count)), statistics.mean(largest(rng.permutation(count)) for _ in range(100))
+    return {
+        "leak": largest(np.arange(count)),
+        "leak_of_range": max(abs(float(output @ other / (other @ other))) for output, other in rests),
+        "leak_floor": statistics.mean(largest(rng.permutation(count)) for _ in range(100)),
+    }
 
 
 def calibration(pairs: Scored, singles: Scored) -> dict[str, float]:
@@ -241,17 +247,18 @@ def measure(options: argparse.Namespace) -> list[Row]:
         found = [one_seed(folder / str(seed), seed, options.quick) for seed in seeds]
         cost = step_cost(folder, 2 if options.quick else 20)
 
-    def line(case: str, values: Sequence[float], unit: str, **target: float) -> Row:
+    def line(case: str, values: Sequence[float], unit: str, **more: float) -> Row:
         spread = {"lowest": min(values), "highest": max(values), "seeds": len(values)}
-        return row(case, statistics.mean(values), unit, **target, **spread)
+        return row(case, statistics.mean(values), unit, **more, **spread)
 
     def of(name: str) -> list[float]:
         return [figures[name] for figures in found]
 
+    beside = {name: statistics.mean(of(f"leak_{name}")) for name in ("of_range", "floor")}
     ranks = [min(figures[f"rank_{name}"] for name in DIMENSIONS) for figures in found]
     return [
         line("ratings_rank", ranks, "Spearman, the least of three dimensions", at_least=0.95),
-        line("dimensions_leak", of("leak"), "partial correlation, the largest of six", at_most=0.05),
+        line("dimensions_leak", of("leak"), "partial correlation, the largest of six", at_most=0.05, **beside),
         line("steps_auc", of("auc"), "AUC", at_least=0.95),
         line("progress_order", of("order"), "share of frames two by two", at_least=0.95),
         line("criterion_accuracy", of("criterion"), "share of pairs", at_least=0.9),

@@ -88,7 +88,7 @@ def test_a_layout_is_read_as_meant_or_refused(file, tmp_path):
         with pytest.raises(DataError, match=rows[0]["refused"]):
             raise next(error for error in errors_of(table) if error)
         return
-    arguments = DataArguments(outputs=rows[0].get("outputs"))
+    arguments = DataArguments(outputs=rows[0].get("outputs"), columns=rows[0].get("columns"))
     for line, read in zip(rows, load_comparisons([str(table)], arguments=arguments), strict=True):
         comparison = read["comparison"]
         assert isinstance(comparison, Comparison), comparison
@@ -115,7 +115,7 @@ def errors_of(table: Path) -> list[DataError | None]:
 def test_canonical_rows_mean_the_same_for_every_layout():
     for file in CORPUS:
         for line in rows_of(file):
-            if "canonical" in line:
+            if "canonical" in line and "columns" not in line:
                 comparison = canonical(read_row(line["row"], "row", lambda it: it, outputs=None))
                 row = write_row(comparison)
                 assert canonical(read_row(row, "row", lambda it: it, outputs=None)) == comparison, file.stem

@@ -50,6 +50,7 @@ VIDEOS = [*_named(("video",)), ("left_video", "right_video"), ("path_A", "path_B
 
 INDEX = ("winner", "preferred", "choice", "better", "best")  # columns in which a number is that of an answer
 SIGNED = ("overall_preference", "preference_strength")  # HelpSteer: -3 for the first to 3 for the second
+RATERS = "individual_preference"  # beside the former what each rater said, as `score`
 WORDS = (
     *(*INDEX, "preference", "label", "verdict", "vote", "vote_type", "chosen", "Overall", "overall"),
     *("preferences", "labels", "verdicts", "votes"),
@@ -67,7 +68,7 @@ PROMPTS = (
     "instruct_prompt",
 )
 FIGURES = frozenset((*VERDICTS, *ONE_HOT, *DIMENSIONS, *(name for pair in NUMBERS for name in pair))) - {"chosen"}
-EXTRAS = (*ONE_HOT, "votes_tie", *(f"{name}.responses.{end}" for name in WORDS for end in ("status", "users")))
+EXTRAS = (*ONE_HOT, RATERS, "votes_tie", *(f"{name}.responses.{end}" for name in WORDS for end in ("status", "users")))
 
 
 def _layout(
@@ -276,6 +277,8 @@ def read_verdicts(row: Row, column: str, sides: Sides) -> list[tuple[float, floa
             raise RowError(f"`{ONE_HOT[0]}`, `{ONE_HOT[1]}` and `{ONE_HOT[2]}` are {marks}: one of them must be 1")
         return [(FIRST, SECOND, TIE)[marks.index(1)]]
     value = row[column]
+    if column == SIGNED[0] and row.get(RATERS):
+        value = [answer.get("score") for answer in records(row[RATERS], RATERS)]
     if column == COUNTS and isinstance(value, Mapping) and all(type(count) is int for count in value.values()):
         value = [word for word, count in value.items() for _ in range(count)]
     if isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and _is_records(value)):
