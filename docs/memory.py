@@ -25,7 +25,7 @@ from vlmrm.modeling.checkpoint import load_processor
 from vlmrm.modeling.tiny import make_tiny
 from vlmrm.training import memory
 from vlmrm.training.arguments import RunArguments
-from vlmrm.training.main import survey_collator
+from vlmrm.training.build import survey_collator
 from vlmrm.training.memory import Memory, estimate_memory
 from vlmrm.training.survey import survey
 

@@ -28,9 +28,9 @@ class Strict(BaseModel):
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
-def key(default: Any, meaning: str, choices: Sequence[str] | None = None) -> Any:
+def key(default: Any, meaning: str, choices: Sequence[str] | None = None, **more: Any) -> Any:
     """Return a field of a dataclass of configuration keys, with the metadata that HF's argument parser reads."""
-    metadata: dict[str, Any] = {"help": meaning} | ({"choices": list(choices)} if choices else {})
+    metadata: dict[str, Any] = {"help": meaning, **more} | ({"choices": list(choices)} if choices else {})
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)

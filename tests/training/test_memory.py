@@ -20,7 +20,7 @@ from vlmrm.modeling import lora_config
 from vlmrm.modeling.checkpoint import load_processor
 from vlmrm.training import memory
 from vlmrm.training.arguments import RunArguments
-from vlmrm.training.main import build_collator, build_model, survey_collator
+from vlmrm.training.build import build_collator, build_model, survey_collator
 from vlmrm.training.memory import Memory, estimate_memory, heaviest_forward, planned_model, run_step, trace_step
 from vlmrm.training.survey import survey
 

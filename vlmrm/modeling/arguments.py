@@ -8,6 +8,8 @@ from vlmrm.errors import ConfigError
 from vlmrm.libraries import parse_dtype
 from vlmrm.settings import check_least, key
 
+AUTO = "auto"
+
 
 @dataclass
 class ComputeArguments:
@@ -44,7 +46,8 @@ class ComputeArguments:
     check_files: bool = key(True, "Hash every byte of a checkpoint against its COMPLETE.json before it is opened.")
 
     def __post_init__(self):
-        check_least(self, 1, "max_tokens_per_batch")
+        if self.max_tokens_per_batch != AUTO:
+            check_least(self, 1, "max_tokens_per_batch")
 
 
 @dataclass
@@ -52,6 +55,12 @@ class ModelArguments(ComputeArguments):
     """Keys of the model to train."""
 
     model_name_or_path: str = key("", "Checkpoint to start from: a hub id or folder of Qwen2.5-VL, MiMo-VL, ...")
+    max_tokens_per_batch: int | str | None = key(  # ty: ignore[incompatible-attribute-override]
+        AUTO,
+        "Most text tokens and image patches computed at once: a larger batch, or comparison, goes through in parts "
+        "with the same gradient, and only a single conversation may be larger. `auto`: as many as the GPU's free "
+        "memory allows. `null`: no limit.",
+    )
     model_revision: str | None = key(None, "Branch, tag or commit of a hub checkpoint.")
     dtype: str = key(
         "auto",
@@ -88,6 +97,10 @@ class ModelArguments(ComputeArguments):
     load_in_4bit: bool = key(False, "QLoRA: hold the frozen weights in 4 bits.")
 
     def __post_init__(self):
+        if isinstance(tokens := self.max_tokens_per_batch, str) and tokens != AUTO:
+            if not tokens.isdigit():
+                raise ConfigError(f"max_tokens_per_batch is {tokens}: it must be a whole number, auto or null.")
+            self.max_tokens_per_batch = int(tokens)
         super().__post_init__()
         self.dtype = parse_dtype(self.dtype, auto=True)
         if isinstance(self.lora_target_modules, str):

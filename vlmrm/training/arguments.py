@@ -15,12 +15,13 @@ from torch.distributed import DistError
 from vlmrm.config import Configuration, kinds_of, parse, written_keys
 from vlmrm.data.arguments import DataArguments
 from vlmrm.errors import ConfigError, first_line
-from vlmrm.modeling.arguments import ModelArguments
+from vlmrm.modeling.arguments import AUTO, ModelArguments
 from vlmrm.modeling.parts import HEAD, MERGER, VISION
 from vlmrm.settings import check_least, did_you_mean, key
 from vlmrm.training.engines import check_checkpointing, check_engine_files, check_environment, read_engines
 from vlmrm.training.losses import PAIR_LOSSES
 
+CHECKPOINTING = {AUTO: AUTO, "true": True, "false": False}  # words of gradient_checkpointing
 RATES = {VISION: "vision_lr", MERGER: "merger_lr", HEAD: "head_lr"}  # keys of the parts' own learning rates
 
 
@@ -66,6 +67,13 @@ class RewardTrainingArguments(trl.RewardConfig):
     )
     torch_compile: bool | None = key(  # ty: ignore[incompatible-attribute-override]
         None, "Compile each block around its attention. Default: of Qwen2.5-VL in bfloat16 on one GPU, from 200 steps."
+    )
+    gradient_checkpointing: str = key(  # ty: ignore[incompatible-attribute-override]
+        AUTO,
+        "Whether layers are computed again in the backward pass: less memory, up to a third more time. `auto`: none, "
+        "every fourth or second, or all, by the GPU's free memory.",
+        list(CHECKPOINTING),
+        **{"nargs": "?", "const": "true"},
     )
     # TRL's text-only key; conversations are measured by max_seq_length (DataArguments).
     max_length: int | None = key(None, "Not used: see max_seq_length.")
@@ -128,6 +136,9 @@ class RewardTrainingArguments(trl.RewardConfig):
                 raise ConfigError(f"{name} changes nothing in the loss of preferences: remove it.")
         if self.fp16 and self.use_cpu:
             raise ConfigError("fp16 needs a GPU: remove it, or write bf16: true on a CPU that has bfloat16.")
+        if (word := str(self.gradient_checkpointing).lower()) not in CHECKPOINTING:
+            raise ConfigError(f"gradient_checkpointing is {word}: choose from {', '.join(CHECKPOINTING)}.")
+        self.gradient_checkpointing: Any = CHECKPOINTING[word]
         read_engines(self)
         check_environment(self)
         compiled, self.torch_compile = self.torch_compile, False  # HF would compile the model as a whole

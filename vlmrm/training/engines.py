@@ -127,6 +127,8 @@ def check_engine_files(args: RewardTrainingArguments) -> None:
     if not args.fsdp:
         return
     recomputed = _is_on(args.fsdp_config, "activation_checkpointing")
+    if recomputed and args.gradient_checkpointing == "auto":
+        set_checkpointing(args, 0)
     if recomputed and args.gradient_checkpointing:
         raise ConfigError(
             "gradient_checkpointing and activation_checkpointing of fsdp_config are the same: remove one."
@@ -148,11 +150,21 @@ def check_checkpointing(args: RewardTrainingArguments) -> None:
     known = (*LAYER_KEYS, "use_reentrant", "preserve_rng_state", "determinism_check")
     if unknown := next((key for key in keys if key not in known), None):
         raise ConfigError(f"activation_checkpointing_kwargs has {unknown}{did_you_mean(unknown, known)}")
+    if args.gradient_checkpointing == "auto" and set(LAYER_KEYS) & keys.keys():
+        set_checkpointing(args, 1)
     for name, value in {"activation_offloading": args.activation_offloading, "offload": keys.get("offload")}.items():
         if value and args.use_cpu:
             raise ConfigError(f"{name} moves activations to the CPU: without a GPU, remove it.")
     if args.activation_offloading and keys.get("offload"):
         raise ConfigError("activation_offloading and offload of activation_checkpointing_kwargs: remove one.")
+
+
+def set_checkpointing(args: Any, every: int) -> None:
+    """Set the keys by which every so many-th layer is computed twice; 0: none."""
+    args.gradient_checkpointing = args.activation_checkpointing = every > 0
+    if every > 1:
+        kwargs = {**(args.gradient_checkpointing_kwargs or {}), "every_n_layers": every}
+        args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs = kwargs
 
 
 LARGE, LONG = 1e9, 200  # weights and steps that a minute or two of compiling is small beside

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -21,32 +21,19 @@ from transformers import Trainer
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer import TRAINER_STATE_NAME
 
-from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.batching.collator import plain_worker_errors
-from vlmrm.batching.media import blank_image
-from vlmrm.data.comparisons import IrrelevantQueries, data_fingerprint, load_train_and_eval
-from vlmrm.errors import ConfigError, Interrupted, Preempted, TrainingError, first_line
+from vlmrm.data.comparisons import data_fingerprint, load_train_and_eval
+from vlmrm.errors import ConfigError, Interrupted, Preempted, TrainingError
 from vlmrm.files import write_json
 from vlmrm.logs import start_log
-from vlmrm.modeling import (
-    batcher_for,
-    find_checkpoints,
-    freeze,
-    load_for_training,
-    load_processor,
-    provenance,
-    save_reward_files,
-    sequence_limit,
-)
+from vlmrm.modeling import find_checkpoints, load_processor, provenance, save_reward_files
 from vlmrm.modeling.arguments import ModelArguments
-from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, is_finished, local_folder, read_json_of, weights_digest
 from vlmrm.modeling.parts import IN_WORDS, trained_by_part
-from vlmrm.modeling.reward_model import RewardModel
-from vlmrm.rendering import MediaLimits, Renderer
 from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
+from vlmrm.training.build import build_collator, build_model, build_trainer, survey_collator
 from vlmrm.training.checks import CHECKS, check_disk, check_gpus, checkpoint_bytes
-from vlmrm.training.engines import compiles, reads_weights_once
+from vlmrm.training.engines import compiles
 from vlmrm.training.folder import (
     SETTINGS,
     check_base,
@@ -58,6 +45,9 @@ from vlmrm.training.folder import (
 )
 from vlmrm.training.optimizer import rate_of
 from vlmrm.training.trainer import DROPPED_ROWS, ComparisonTrainer
+
+if TYPE_CHECKING:
+    from vlmrm.training.survey import Survey
 
 logger = logging.getLogger("vlmrm")
 
@@ -124,11 +114,19 @@ class Run:
     def open(self, make: Callable[..., Any] = ComparisonTrainer, **more: Any) -> None:
         """Open data and model, and `make` the trainer, a `ComparisonTrainer`, with them and `more`."""
         from vlmrm.modeling import lora_config
+        from vlmrm.training.fit import Fit, fit
 
         keys, args = self.model_args, self.args
         train_dataset, eval_dataset = load_train_and_eval(self.data_args)
         # Before weights are read.
-        from_first_rank(lambda: check_data(self.keys, self.processor, train_dataset, eval_dataset))
+
+        def checked_fit() -> Fit | None:
+            rows = check_data(self.keys, self.processor, train_dataset, eval_dataset)
+            return fit(self.keys, args.world_size, self.processor, train_dataset, rows)
+
+        if (fitted := from_first_rank(checked_fit)) is not None:
+            logger.info(fitted.why)
+            fitted.apply(self.keys)
         model = build_model(self.keys, self.processor)
         if eval_dataset is not None and self.data_args.eval_fraction and args.process_index == 0:
             from vlmrm.data.canonical import write_held_out
@@ -289,71 +287,7 @@ def base_digest(model_args: ModelArguments) -> str | None:
     return weights_digest(local_folder(model_args.model_name_or_path, model_args.model_revision))
 
 
-def build_model(keys: RunArguments, processor: Any) -> RewardModel:
-    """Load the reward model, with a seeded head and its frozen parts."""
-    from vlmrm.modeling.adapters import keep_trainable, quantization_config
-
-    model_args, args = keys.model, keys.training
-    if args.deepspeed and args.use_cpu:
-        # ZeRO-3 reads the number of ranks inside from_pretrained, before anything else starts the process group.
-        import deepspeed
-
-        deepspeed.init_distributed("gloo", verbose=False)
-    if args.fsdp:
-        # With cpu_ram_efficient_loading the first process of a machine alone reads the weights, if this is set by now.
-        os.environ["ACCELERATE_USE_FSDP"] = "true"
-    model = load_for_training(
-        model_args.model_name_or_path,
-        head=model_args.head,
-        outputs=keys.data.named_outputs,
-        dtype=weight_dtype(model_args, args),
-        attn_implementation=model_args.attn_implementation,
-        revision=model_args.model_revision,
-        trust_remote_code=args.trust_remote_code,
-        seed=args.seed,
-        quantization_config=quantization_config(model_args, weight_dtype(model_args, args)),
-        check_files=model_args.check_files,
-    )
-    if model_args.load_in_4bit:
-        keep_trainable(model)
-    if keys.data.critique_weight:
-        from vlmrm.modeling.published_weights import read_language_head
-
-        head = read_language_head(model_args.model_name_or_path, model.config, model_args.model_revision)
-        model.language_head = head.to(model.score.weight.device)
-    freeze(model, vit=model_args.freeze_vit, merger=model_args.freeze_merger, llm=model_args.freeze_llm)
-    # Every rank runs the vision tower on every batch, or ranks with a batch of texts would leave the others waiting.
-    # A single process does too, for equal results: the optimizer skips weights without a gradient, but not those with
-    # a zero one (weight decay, momentum).
-    model.touch_vision = blank_image(processor, model.placeholders)
-    if args.ddp_find_unused_parameters is None:
-        args.ddp_find_unused_parameters = not model.family.trains_all
-    holds_weights = not is_deepspeed_zero3_enabled() and not reads_weights_once(args)
-    if not model.family.tested and model_args.check_sight and holds_weights:
-        from vlmrm.modeling.sight import prove_sight
-
-        # Before its batcher is made, which is for shared batches only if they are exact.
-        prove_sight(model, processor, name=model_args.model_name_or_path, batching=model_args.batching)
-    return model
-
-
-def weight_dtype(model_args: ModelArguments, args: RewardTrainingArguments) -> torch.dtype:
-    """Return the type of the weights; `auto` is half precision where float32 copies of the trained ones exist."""
-    if model_args.dtype != "auto":
-        return getattr(torch, model_args.dtype)
-    half = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-    return half if args.deepspeed or model_args.use_peft else torch.float32
-
-
-def build_trainer(make: Callable[..., Any], **arguments: Any) -> Any:
-    """Return what a constructor of trainers makes; HF's refusals of combinations of keys become our errors."""
-    try:
-        return make(**arguments)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"the trainer cannot be made: {first_line(error).rstrip('.')}.") from error
-
-
-def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval_dataset: Any) -> None:
+def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval_dataset: Any) -> Survey:
     """Read a sample of the rows, and refuse data of which none or too little can be used."""
     from vlmrm.training.survey import check_survey, few_prompts, shared_prompts, survey
 
@@ -364,13 +298,13 @@ def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval
     for remark in rows.remarks(args.use_irrelevant_queries):
         logger.warning(remark)
     size = args.train_batch_size * args.world_size
-    if rows.rows is not None and args.dataloader_drop_last and rows.rows < size:
+    if args.dataloader_drop_last and rows.rows < size:
         raise ConfigError(
             f"dataloader_drop_last leaves out all {rows.rows} rows, which do not fill a batch of {size}: remove it, "
             "or lower per_device_train_batch_size."
         )
     if eval_dataset is None or args.eval_strategy == "no":
-        return
+        return rows
     key = "eval_dataset_path" if data_args.eval_dataset_path else f"eval_fraction {data_args.eval_fraction}"
     held_out = survey(eval_dataset, collator, data_args.split_seed, trains=False)
     check_survey(held_out, key, args.max_dropped_share)
@@ -387,40 +321,7 @@ def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval
             "%d of %d evaluation prompts are among %d of the training: vlmrm leakage says which",
             both, held_out.looked, rows.looked,
         )  # fmt: skip
-
-
-def survey_collator(arguments: RunArguments, processor: Any) -> ComparisonCollator:
-    """Return a collator that reads rows as the training does, without its model."""
-    model, data = arguments.model, arguments.data
-    config = read_config(model.model_name_or_path, model.model_revision, arguments.training.trust_remote_code)
-    return ComparisonCollator(
-        Renderer(processor, MediaLimits.of(data), branches=data.named_outputs.branches),
-        PaddedBatcher.for_processor(processor),
-        max_seq_length=sequence_limit(config, data.max_seq_length),
-        overlong=data.overlong,
-        bad_rows=data.bad_rows,
-        critique_weight=data.critique_weight,
-        outputs=data.named_outputs,
-    )
-
-
-def build_collator(keys: RunArguments, model: RewardModel, processor: Any, train_dataset: Any) -> ComparisonCollator:
-    """Return the collator of the training."""
-    data, args = keys.data, keys.training
-    irrelevant = None
-    if args.use_irrelevant_queries:
-        irrelevant = IrrelevantQueries(args.num_irrelevant_pairs, args.seed, train_dataset)
-    return ComparisonCollator(
-        Renderer(processor, MediaLimits.of(data), branches=data.named_outputs.branches),
-        batcher_for(model, processor, keys.model.batching),
-        max_seq_length=sequence_limit(model.config, data.max_seq_length),
-        max_tokens_per_batch=keys.model.max_tokens_per_batch,
-        overlong=data.overlong,
-        bad_rows=data.bad_rows,
-        critique_weight=data.critique_weight,
-        irrelevant=irrelevant,
-        outputs=data.named_outputs,
-    )
+    return rows
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -33,8 +32,8 @@ from vlmrm.modeling.adapters import layers_to_quantize
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.parts import freeze
 from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
+from vlmrm.training.build import build_collator, weight_dtype
 from vlmrm.training.engines import ENGINES, LAYER_KEYS, engine_of
-from vlmrm.training.main import build_collator, weight_dtype
 from vlmrm.training.optimizer import optimizer_bytes
 from vlmrm.training.survey import Survey
 
@@ -61,6 +60,7 @@ class Memory:
     rest: int  # activations, gathered weights, and in a trial what libraries and the allocator take
     measured: bool
     available: int
+    activations: int = 0  # traced
 
     @property
     def total(self) -> int:
@@ -68,13 +68,18 @@ class Memory:
 
 
 def estimate_memory(
-    run: RunArguments, ranks: int, processor: Any = None, dataset: Any = None, rows: Survey | None = None
+    run: RunArguments,
+    ranks: int,
+    processor: Any = None,
+    dataset: Any = None,
+    rows: Survey | None = None,
+    inputs: Mapping[str, Any] | None = None,
 ) -> Memory:
     """Estimate the memory of a process at its peak, from the model's configuration: no weights are read.
 
     Weights, gradients and the optimizer are counted, as far as the engine leaves them to one rank. Activations are
-    traced, with the longest of the surveyed `rows` as a batch; without a processor they are left out. Those that are
-    offloaded to the host count too. Buffers inside kernels are not known.
+    traced, for `inputs` or the longest of the surveyed `rows` as a batch; without a processor they are left out. Those
+    that are offloaded to the host count too. Buffers inside kernels are not known.
     """
     args, keys = run.training, run.model
     # The shares of weights, gradients and optimizer that each rank keeps: ZeRO's stages, or FSDP2 as the third.
@@ -90,18 +95,20 @@ def estimate_memory(
         count, gradients = sum(weight.numel() for weight in trained), sum(weight.nbytes for weight in trained) * wider
         each = 12 if args.deepspeed else optimizer_bytes(args.optim, int(gradients / count))  # with a float32 copy
         needed = gradients * of_gradients
-        # Of accumulated batches those before have left theirs.
-        share = 0.0 if args.gradient_accumulation_steps > 1 else wider * of_gradients
+        # Of accumulated batches, or parts of a batch, those before have left theirs.
+        several = args.gradient_accumulation_steps > 1 or keys.max_tokens_per_batch is not None
+        share = 0.0 if several else wider * of_gradients
         rest = 0.0
         if processor is not None and rows is not None and rows.tokens:
-            inputs = heaviest_forward(run, model, processor, dataset, rows)
+            forward = inputs or heaviest_forward(run, model, processor, dataset, rows)
 
             def trace(lengths: Sequence[int]) -> float:
                 part = prepared(planned_model(run, computed)[0], lengths, run, processor)
                 half = (args.bf16 or args.fp16) and not args.deepspeed
-                return trace_step(part, inputs, share=share, half=half)
+                return trace_step(part, forward, share=share, half=half)
 
             rest = max(extrapolated(trace, model) - needed * (share > 0), 0)
+    activations = int(rest)
     if args.deepspeed:  # its step reads gradients in float32, in ZeRO-3 by groups
         group = args.hf_deepspeed_config.get_value("zero_optimization.sub_group_size", SUB_GROUP)
         rest = max(rest, 4 * min(count * of_optimizer, group if of_weights < 1 else math.inf))
@@ -114,6 +121,7 @@ def estimate_memory(
         rest=int(rest),
         measured=False,
         available=free_memory(run),
+        activations=activations,
     )
 
 
@@ -226,12 +234,8 @@ def heaviest_forward(
 ) -> Mapping[str, torch.Tensor]:
     """Return the inputs of the largest forward in a batch of the longest surveyed rows."""
     positions = [rows.positions[i] for i in sorted(range(len(rows.tokens)), key=rows.tokens.__getitem__)]
-    longest = set(positions[-run.training.train_batch_size :])
     collator = build_collator(run, model, processor, dataset)
-    if rows.rows is None:
-        batch = [row for i, row in enumerate(islice(iter(dataset), max(longest) + 1)) if i in longest]
-    else:
-        batch = [dataset[i] for i in sorted(longest)]
+    batch = [dataset[i] for i in sorted(positions[-run.training.train_batch_size :])]
     forwards = [inputs for part in collator(batch)["parts"] for inputs in part["inputs"]]
     return max(forwards, key=lambda inputs: inputs["input_ids"].numel())
 

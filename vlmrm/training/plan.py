@@ -34,10 +34,12 @@ from vlmrm.modeling.attention import resolve_attention
 from vlmrm.modeling.kernels import FLASH, TORCH
 from vlmrm.modeling.manifest import LIBRARIES
 from vlmrm.training.arguments import RunArguments
+from vlmrm.training.build import build_collator, build_model, build_trainer, survey_collator
 from vlmrm.training.checks import CHECKS, check_disk, check_shared_out, check_visible
 from vlmrm.training.engines import engine_of
+from vlmrm.training.fit import fit
 from vlmrm.training.folder import check_base, check_settings, check_unlocked, restart_of, training_settings
-from vlmrm.training.main import base_digest, build_collator, build_model, build_trainer, launch_alone, survey_collator
+from vlmrm.training.main import base_digest, launch_alone
 from vlmrm.training.memory import Memory, estimate_memory, free_memory
 from vlmrm.training.survey import Survey, check_survey, few_prompts, shared_prompts, survey
 from vlmrm.training.trainer import ComparisonTrainer
@@ -205,6 +207,11 @@ def _plan_data_and_model(plan: TrainingPlan, run: RunArguments) -> None:
         if data.eval_dataset_path:
             both = shared_prompts(plan.train, plan.held_out)
             plan.shared_prompts = both, plan.held_out.looked, plan.train.looked
+    if plan.errors:
+        return
+    if (fitted := fit(run, plan.processes, processor, train_dataset, plan.train)) is not None:
+        plan.remarks.append(fitted.why)
+        fitted.apply(run)
     estimate = estimate_memory(run, plan.processes)
     if plan.processes > 1 or estimate.total > EASY * estimate.available:
         estimate = estimate_memory(run, plan.processes, processor, train_dataset, plan.train)
