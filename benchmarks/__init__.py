@@ -15,7 +15,7 @@ BENCHMARKS = {
     "sweep": "several checkpoints over one data set, against their forward passes alone",
     "evaluation": "pairs with all interventions, against without; the report of 100,000 pairs",
     "epoch": "a training with its loader, against its steps alone",
-    "plan": "memory and time as vlmrm plan says, against those of the training",
+    "plan": "the time that vlmrm plan says, against that of the training",
     "scale": "time to the first step and memory, from a thousand rows to a million",
     "gpu": "kernels, steps, scoring and serving at real model sizes on a CUDA GPU",
     "flickr8k": "training and measuring on real photos and real judgements",

@@ -26,6 +26,7 @@ from vlmrm.modeling.tiny import make_tiny
 from vlmrm.training import memory
 from vlmrm.training.arguments import RunArguments
 from vlmrm.training.build import survey_collator
+from vlmrm.training.fit import TWICE, Fit, fit_into
 from vlmrm.training.memory import Memory, estimate_memory
 from vlmrm.training.survey import survey
 
@@ -85,8 +86,13 @@ def pairs(folder: Path, count: int, size: tuple[int, int], prompt: int, answer: 
     return path
 
 
-def traced(keys: dict[str, Any], model: str, ranks: int, batch: dict[str, Any], layers: int | None = None) -> Memory:
-    """Return the memory of a process that trains a published model with these keys, on a GPU; `layers` cut it."""
+def traced(
+    keys: dict[str, Any], model: str, ranks: int, batch: dict[str, Any], layers: int | None = None, free: float = 0.0
+) -> tuple[Memory, Fit | None]:
+    """Return the memory of a process that trains a published model with these keys, on a GPU; `layers` cut it.
+
+    With `free` bytes on the GPU also what `auto` stands for.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         path = checkpoint(model, folder / "model", layers)
@@ -109,7 +115,10 @@ def traced(keys: dict[str, Any], model: str, ranks: int, batch: dict[str, Any], 
         dataset = load_train_and_eval(run.data)[0]
         rows = survey(dataset, survey_collator(run, processor), 0)
         assert not rows.dropped, rows.last_reason
-        return estimate_memory(run, ranks, processor, dataset, rows)
+        fitted = fit_into(free, run, ranks, processor, dataset, rows) if free else None
+        if fitted is not None:
+            fitted.apply(run)
+        return estimate_memory(run, ranks, processor, dataset, rows), fitted
 
 
 def remembered(trace: Callable[..., int]) -> Callable[..., int]:
@@ -118,7 +127,8 @@ def remembered(trace: Callable[..., int]) -> Callable[..., int]:
 
     def trace_once(model: Any, inputs: Any, **keys: Any) -> int:
         weights = [(weight.shape, weight.dtype, weight.requires_grad) for weight in model.parameters()]
-        key = (*weights, inputs["input_ids"].shape, *keys.items())
+        twice = [getattr(module, "gradient_checkpointing", False) for module in model.modules()]
+        key = (*weights, *twice, inputs["input_ids"].shape, *keys.items())
         if key not in traces:
             traces[key] = trace(model, inputs, **keys)
         return traces[key]
@@ -133,7 +143,7 @@ def model_of(keys: dict[str, Any]) -> str:
 
 
 def longest_batch(keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the largest batch that the keys allow: images of `max_pixels`, conversations of `max_seq_length`."""
+    """Return the largest rows that the keys allow: images of `max_pixels`, conversations of `max_seq_length`."""
     side = 28 * int(math.sqrt(keys["max_pixels"]) // 28)
     text = keys["max_seq_length"] - (side // 28) ** 2 - TEXT
     return {
@@ -155,22 +165,20 @@ def ranks_of(machine: str) -> int:
     return 1 if count == "one" else int(count)
 
 
-def header(keys: dict[str, Any], machine: str, needed: Memory) -> str:
-    """Return the sentence of a configuration's header that says what it needs."""
-    count, tokens = keys["per_device_train_batch_size"], keys["max_seq_length"]
+def header(keys: dict[str, Any], machine: str, needed: Memory, fitted: Fit) -> str:
+    """Return the sentence of a configuration's header that says what it takes."""
     engine = keys.get("deepspeed", "")
-    batch = f"{count} pair{'s' * (count > 1)} of {tokens} tokens"
-    batch += " and their irrelevant ones" * bool(keys.get("use_irrelevant_queries"))
     rest = " or float32 gradients" * bool(engine) + " and gathered weights" * ("zero3" in engine)
     parts = {
         "weights": needed.weights,
         "gradients and optimizer": needed.gradients + needed.optimizer,
-        f"activations of {batch}{rest}": needed.rest,
+        f"activations of {fitted.tokens:,} tokens and patches{rest}": needed.rest,
         "CUDA": CUDA * 1e9,
     }
     figures = ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in parts.items())
     total = sum(round(size / 1e9, 1) for size in parts.values())
-    needs = f"Needs {machine} (estimated, not measured): {figures}: {total:.1f} GB{' in each' * bool(engine)}."
+    needs = f"For {machine} (estimated, not measured): {figures}: {total:.1f} GB{' in each' * bool(engine)}."
+    needs += f" {TWICE[fitted.every].capitalize()} is computed twice."
     return needs + " Needs the extra qlora." * bool(keys.get("load_in_4bit"))
 
 
@@ -178,11 +186,13 @@ def write_header(path: Path) -> None:
     """Trace a configuration, and write what it needs into its header."""
     text = path.read_text()
     keys = yaml.safe_load(text)
-    found = re.search(r"^# Needs (.*?) \(estimated.*?(?=^# Launch)", text, re.DOTALL | re.MULTILINE)
+    found = re.search(r"^# For (.*?) \(estimated.*?(?=^# Launch)", text, re.DOTALL | re.MULTILINE)
     assert found is not None, path
     machine = " ".join(found[1].replace("#", " ").split())
-    needed = traced(with_engine(keys), model_of(keys), ranks_of(machine), longest_batch(keys))
-    lines = textwrap.wrap(header(keys, machine, needed), 116)
+    free = 1e9 * (float(machine.split()[-2]) - CUDA)
+    needed, fitted = traced(with_engine(keys), model_of(keys), ranks_of(machine), longest_batch(keys), free=free)
+    assert fitted is not None
+    lines = textwrap.wrap(header(keys, machine, needed, fitted), 116)
     path.write_text(text.replace(found[0], "".join(f"# {line}\n" for line in lines)))
     say("\n".join([path.name, *lines]))
 
@@ -193,7 +203,7 @@ def table() -> str:
     lines = [f"| model | {' | '.join(names)} |", "|---" * (len(METHODS) + 1) + "|"]
     for model in MODELS:
         needed = [
-            traced(keys | {"bf16": True, "gradient_checkpointing": True}, model, ranks, BATCH).total
+            traced(keys | {"bf16": True, "gradient_checkpointing": True}, model, ranks, BATCH)[0].total
             for keys, ranks in METHODS.values()
         ]
         lines.append(f"| {model} | {' | '.join(f'{total / 1e9:.1f}' for total in needed)} |")

@@ -40,12 +40,10 @@ def test_a_plan_measures_training_and_leaves_nothing_behind(planned, tmp_path):
     assert not plan.errors
     assert {path for path in set(tmp_path.rglob("*")) - before if "data" not in path.parts} == set()
     assert (plan.steps, plan.epochs, plan.rows_per_step) == (5, 1.0, 2)
-    assert plan.memory is not None and plan.memory.measured
+    assert plan.memory is not None
     assert plan.memory.optimizer == pytest.approx(2 * plan.memory.weights, rel=0.01)
     assert plan.memory.gradients == 4 * (plan.trained_parameters or 0)
-    assert plan.timing is not None
-    parts = 5 * plan.timing.step + plan.timing.evaluation + plan.timing.saving
-    assert plan.timing.total == pytest.approx(parts, rel=1e-6)
+    assert plan.step_seconds is not None and plan.step_seconds > 0
     assert plan.disk is not None and plan.disk.checkpoint > 3 * plan.memory.weights
     assert plan.held_out_prompts == 5 and any("too few to tell" in it for it in plan.remarks)
 
@@ -81,13 +79,12 @@ def test_a_plan_beside_a_running_training_is_refused(planned, tmp_path, without_
     assert plan.set_aside == {"checkpoint-2": "saving it was interrupted"} and not plan.errors
 
 
-def test_a_plan_without_trial_estimates_checkpoint_disk(planned, monkeypatch):
-    measured = planned(save_steps=2).disk
-    monkeypatch.setattr(planning, "processes", lambda run: 2)
-    estimated = planned(save_steps=2).disk
-    assert measured is not None and estimated is not None
-    assert estimated.checkpoint == pytest.approx(measured.checkpoint, rel=0.05)
-    assert estimated.kept < measured.kept  # half the steps, and so fewer saves
+def test_a_plan_knows_the_disk_of_checkpoints(planned, train_here, tmp_path, without_trial):
+    disk = planned(save_steps=2).disk
+    train_here(tmp_path / "data/pairs.jsonl", max_steps=2, save_steps=2)
+    written = sum(file.stat().st_size for file in (tmp_path / "out/checkpoint-2").rglob("*"))
+    assert disk is not None and disk.checkpoint == pytest.approx(written, rel=0.05)
+    assert 3 * disk.checkpoint < disk.kept < 4 * disk.checkpoint  # and the last model, without its optimizer
 
 
 @pytest.mark.parametrize(

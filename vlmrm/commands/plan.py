@@ -13,7 +13,7 @@ from vlmrm.files import make_folder, require_new_file, size_text, write_file
 from vlmrm.logs import counted, duration, quiet_libraries, say
 from vlmrm.measures.analysis import CLUSTERS
 from vlmrm.training.memory import Memory
-from vlmrm.training.plan import Timing, TrainingPlan, plan_training, token_figures
+from vlmrm.training.plan import TrainingPlan, plan_training, token_figures
 from vlmrm.training.recipe import (
     Machine,
     choose_method,
@@ -84,8 +84,8 @@ def _lines(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
         yield "launch", plan.launch
     if plan.memory is not None:
         yield "memory", _memory(plan.memory)
-    if plan.timing is not None:
-        yield "time", _time(plan.timing)
+    if (step := plan.step_seconds) is not None:
+        yield "time", f"{duration(step * plan.steps)} of steps, {step:.3g} s each as measured in a trial"
     elif not plan.errors:
         yield "time", "not measured: the training does not fit into a single process here"
     if plan.disk is not None:
@@ -121,7 +121,6 @@ def _tokens(part: Survey) -> str:
 
 
 def _memory(memory: Memory) -> str:
-    how = "measured in a trial" if memory.measured else "estimated from the configuration, not measured"
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -129,10 +128,4 @@ def _memory(memory: Memory) -> str:
         "activations and the rest": memory.rest,
     }
     listed = ", ".join(f"{name} {size_text(size)}" for name, size in parts.items())
-    return f"{size_text(memory.total)} a process of {size_text(memory.available)} free, {how}\n{'':<{WIDTH}}{listed}"
-
-
-def _time(timing: Timing) -> str:
-    evaluation = f", {duration(timing.evaluation)} of it evaluating" if timing.evaluation else ""
-    saving = ", without saving" if timing.saving is None else f", {duration(timing.saving)} saving"
-    return f"{duration(timing.total)}: {timing.step:.3g} s a step{evaluation}{saving}, measured in a trial"
+    return f"{size_text(memory.total)} a process of {size_text(memory.available)} free, traced\n{'':<{WIDTH}}{listed}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -208,11 +208,11 @@ CHECKS = (check_launch, check_visible, check_engine, check_required, check_ignor
 # Once the model is open ----------------------------------------------------------------------------------------------
 
 
-def checkpoint_bytes(model: torch.nn.Module, args: RewardTrainingArguments, *, adapter: bool) -> int:
+def checkpoint_bytes(weights: Iterable[torch.nn.Parameter], args: RewardTrainingArguments, *, adapter: bool) -> int:
     """Return the size of one checkpoint: the weights, or of an adapter the trained ones, and the optimizer's state."""
     resumable = not args.save_only_model
     size = 0.0
-    for weight in (weight for weight in model.parameters() if weight.requires_grad or not adapter):
+    for weight in (weight for weight in weights if weight.requires_grad or not adapter):
         each = weight.element_size() * (2 if args.fsdp and resumable else 1)  # FSDP resumes from a copy of its own
         if weight.requires_grad and resumable:  # DeepSpeed has float32 copies
             each += 4 + optimizer_bytes(args.optim) if args.deepspeed else optimizer_bytes(args.optim, weight.itemsize)

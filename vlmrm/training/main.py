@@ -150,7 +150,7 @@ class Run:
         )
         self.trainer = trainer = made or self.trainer
         if args.save_strategy != "no":
-            needed = checkpoint_bytes(model, args, adapter=keys.use_peft)
+            needed = checkpoint_bytes(model.parameters(), args, adapter=keys.use_peft)
             for remark in check_disk(Path(args.output_dir), needed, args.save_total_limit or 1):
                 logger.warning(remark)
         if not keys.check_sight:

@@ -57,8 +57,7 @@ class Memory:
     weights: int
     gradients: int
     optimizer: int
-    rest: int  # activations, gathered weights, and in a trial what libraries and the allocator take
-    measured: bool
+    rest: int  # activations, and gathered weights
     available: int
     activations: int = 0  # traced
 
@@ -88,26 +87,25 @@ def estimate_memory(
     stored = weight_dtype(keys, args)
     # FSDP2 gathers float32 weights in half precision.
     computed = torch.bfloat16 if args.fsdp and args.bf16 else stored
-    with without_engine(args):
-        model, weights = planned_model(run, computed)
-        wider = stored.itemsize / computed.itemsize
-        trained = [weight for weight in model.parameters() if weight.requires_grad]
-        count, gradients = sum(weight.numel() for weight in trained), sum(weight.nbytes for weight in trained) * wider
-        each = 12 if args.deepspeed else optimizer_bytes(args.optim, int(gradients / count))  # with a float32 copy
-        needed = gradients * of_gradients
-        # Of accumulated batches, or parts of a batch, those before have left theirs.
-        several = args.gradient_accumulation_steps > 1 or keys.max_tokens_per_batch is not None
-        share = 0.0 if several else wider * of_gradients
-        rest = 0.0
-        if processor is not None and rows is not None and rows.tokens:
-            forward = inputs or heaviest_forward(run, model, processor, dataset, rows)
+    model, weights = planned_model(run, computed)
+    wider = stored.itemsize / computed.itemsize
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    count, gradients = sum(weight.numel() for weight in trained), sum(weight.nbytes for weight in trained) * wider
+    each = 12 if args.deepspeed else optimizer_bytes(args.optim, int(gradients / count))  # with a float32 copy
+    needed = gradients * of_gradients
+    # Of accumulated batches, or parts of a batch, those before have left theirs.
+    several = args.gradient_accumulation_steps > 1 or keys.max_tokens_per_batch is not None
+    share = 0.0 if several else wider * of_gradients
+    rest = 0.0
+    if processor is not None and rows is not None and rows.tokens:
+        forward = inputs or heaviest_forward(run, model, processor, dataset, rows)
 
-            def trace(lengths: Sequence[int]) -> float:
-                part = prepared(planned_model(run, computed)[0], lengths, run, processor)
-                half = (args.bf16 or args.fp16) and not args.deepspeed
-                return trace_step(part, forward, share=share, half=half)
+        def trace(lengths: Sequence[int]) -> float:
+            part = prepared(planned_model(run, computed)[0], lengths, run, processor)
+            half = (args.bf16 or args.fp16) and not args.deepspeed
+            return trace_step(part, forward, share=share, half=half)
 
-            rest = max(extrapolated(trace, model) - needed * (share > 0), 0)
+        rest = max(extrapolated(trace, model) - needed * (share > 0), 0)
     activations = int(rest)
     if args.deepspeed:  # its step reads gradients in float32, in ZeRO-3 by groups
         group = args.hf_deepspeed_config.get_value("zero_optimization.sub_group_size", SUB_GROUP)
@@ -119,7 +117,6 @@ def estimate_memory(
         gradients=int(needed),
         optimizer=int(each * count * of_optimizer),
         rest=int(rest),
-        measured=False,
         available=free_memory(run),
         activations=activations,
     )
@@ -215,7 +212,7 @@ def planned_model(run: RunArguments, dtype: torch.dtype) -> tuple[Any, float]:
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("meta"):
+        with without_engine(args), torch.device("meta"):
             model: Any = reward_model_class(config)(config)
     finally:
         torch.set_default_dtype(default)

@@ -1,13 +1,12 @@
 """A plan of a training: its rows, steps, memory, time and disk, and every reason why it would not start.
 
-Memory and time are those of a trial: a few steps of the real model on this machine. Where one process cannot stand for
-all, or the model does not fit, memory is traced from the configuration and the longest rows, and the plan says so.
+Memory is traced from the configuration and the longest rows. Time is that of a trial, a few steps of the real model on
+this machine, where one process can stand for all and the model fits.
 """
 
 from __future__ import annotations
 
 import copy
-import ctypes
 import dataclasses
 import math
 import os
@@ -34,32 +33,19 @@ from vlmrm.modeling.attention import resolve_attention
 from vlmrm.modeling.kernels import FLASH, TORCH
 from vlmrm.modeling.manifest import LIBRARIES
 from vlmrm.training.arguments import RunArguments
-from vlmrm.training.build import build_collator, build_model, build_trainer, survey_collator
-from vlmrm.training.checks import CHECKS, check_disk, check_shared_out, check_visible
+from vlmrm.training.build import build_collator, build_model, build_trainer, survey_collator, weight_dtype
+from vlmrm.training.checks import CHECKS, check_disk, check_shared_out, check_visible, checkpoint_bytes
 from vlmrm.training.engines import engine_of
 from vlmrm.training.fit import fit
 from vlmrm.training.folder import check_base, check_settings, check_unlocked, restart_of, training_settings
 from vlmrm.training.main import base_digest, launch_alone
-from vlmrm.training.memory import Memory, estimate_memory, free_memory
+from vlmrm.training.memory import Memory, estimate_memory, planned_model
 from vlmrm.training.survey import Survey, check_survey, few_prompts, shared_prompts, survey
 from vlmrm.training.trainer import ComparisonTrainer
 
 SAMPLE = 500  # rows that a plan reads
 TIMED_STEPS = 5  # of the trial, after one of the heaviest batch
 TRIAL_SECONDS = 60.0  # after which no further step is timed
-EVALUATED = 32  # rows that the trial evaluates
-EASY = 0.1  # share of the free memory: a model that takes less is tried without tracing its activations
-SAVED_BYTES = 2e9  # a larger checkpoint is not written by the trial
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds, measured in the trial; `saving` is None where the checkpoint was too large to be written."""
-
-    step: float
-    evaluation: float
-    saving: float | None
-    total: float
 
 
 @dataclass(frozen=True)
@@ -89,7 +75,7 @@ class TrainingPlan:
     epochs: float | None = None
     trained_parameters: int | None = None
     memory: Memory | None = None
-    timing: Timing | None = None
+    step_seconds: float | None = None  # measured in the trial
     disk: Disk | None = None
     resumed: str | None = None
     restart: str = ""  # what the run goes on from, in words; empty for a fresh start
@@ -212,27 +198,25 @@ def _plan_data_and_model(plan: TrainingPlan, run: RunArguments) -> None:
     if (fitted := fit(run, plan.processes, processor, train_dataset, plan.train)) is not None:
         plan.remarks.append(fitted.why)
         fitted.apply(run)
-    estimate = estimate_memory(run, plan.processes)
-    if plan.processes > 1 or estimate.total > EASY * estimate.available:
-        estimate = estimate_memory(run, plan.processes, processor, train_dataset, plan.train)
-    plan.memory = estimate
+    plan.memory = estimate = estimate_memory(run, plan.processes, processor, train_dataset, plan.train)
     with plan.stage():
-        _plan_disk(plan, run, estimate if plan.processes == 1 else estimate_memory(run, 1))
+        _plan_disk(plan, run)
     if not plan.errors and plan.processes == 1 and estimate.total <= estimate.available:
         launch_alone(args)
-        _measure(plan, run, processor, train_dataset, eval_dataset)
+        _measure(plan, run, processor, train_dataset)
 
 
-def _plan_disk(plan: TrainingPlan, run: RunArguments, undivided: Memory, written: int = 0) -> None:
-    """Fill in the disk that checkpoints take, `written` bytes each or by the memory of a run in one process."""
-    args = run.training
+def _plan_disk(plan: TrainingPlan, run: RunArguments) -> None:
+    """Fill in the disk that checkpoints take, and what is trained."""
+    args, adapter = run.training, run.model.use_peft
     parent = existing_parent(Path(args.output_dir).absolute())
-    final = undivided.gradients if run.model.use_peft else undivided.weights
-    checkpoint = written or final + (0 if args.save_only_model else undivided.optimizer)
-    saves = min(args.save_total_limit or plan.steps, _times(plan, args, "save"))
+    weights = [*planned_model(run, weight_dtype(run.model, args))[0].parameters()]
+    plan.trained_parameters = sum(weight.numel() for weight in weights if weight.requires_grad)
+    final = sum(weight.nbytes for weight in weights if weight.requires_grad or not adapter)
+    checkpoint = checkpoint_bytes(weights, args, adapter=adapter)
+    saves = min(args.save_total_limit or plan.steps, _saves(plan, args))
     plan.disk = Disk(checkpoint, saves * checkpoint + final, shutil.disk_usage(parent).free)
-    if not written:
-        plan.remarks += check_disk(parent, checkpoint, max(saves, 1))
+    plan.remarks += check_disk(parent, checkpoint, max(saves, 1))
 
 
 def count_steps(run: RunArguments, rows: int, ranks: int) -> tuple[int, float]:
@@ -249,35 +233,29 @@ def count_steps(run: RunArguments, rows: int, ranks: int) -> tuple[int, float]:
 
 
 class Clock(TrainerCallback):
-    """The times at the end of each step, and of the save after the last."""
+    """The times at the end of each step."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
-        self.saved = 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
         self.steps.append(perf_counter())
         if self.steps[-1] - self.steps[0] > TRIAL_SECONDS:
             control.should_training_stop = True
 
-    def on_save(self, args, state, control, **kwargs):
-        self.saved = perf_counter()
 
-
-def _measure(plan: TrainingPlan, run: RunArguments, processor: Any, train_dataset: Any, eval_dataset: Any) -> None:
-    """Train a few steps in a temporary folder beside `output_dir`, and fill in memory, time and disk."""
+def _measure(plan: TrainingPlan, run: RunArguments, processor: Any, train_dataset: Any) -> None:
+    """Train a few steps in a temporary folder beside `output_dir`, and fill in the time of one."""
     model_args, args = run.model, run.training
     parent = existing_parent(Path(args.output_dir).absolute())
-    assert plan.train is not None and plan.memory is not None and plan.disk is not None
-    gauge = Gauge(args.device)
+    assert plan.train is not None
     model = build_model(run, processor)
     collator = build_collator(run, model, processor, train_dataset)
     with tempfile.TemporaryDirectory(prefix=".vlmrm-plan-", dir=parent) as folder:
-        trial = trial_arguments(args, Path(folder))
         trainer: Any = build_trainer(
             ComparisonTrainer,
             model=model,
-            args=trial,
+            args=trial_arguments(args, Path(folder)),
             processor=processor,
             collator=collator,
             train_dataset=trial_rows(train_dataset, plan.train, run),
@@ -285,8 +263,6 @@ def _measure(plan: TrainingPlan, run: RunArguments, processor: Any, train_datase
             peft_config=lora_config(model_args, model) if model_args.use_peft else None,
             save_extras=lambda folder: None,
         )
-        if plan.disk.checkpoint > SAVED_BYTES:
-            trial.save_strategy = "no"
         clock = Clock()
         trainer.add_callback(clock)
         trainer.remove_callback(PrinterCallback)
@@ -297,27 +273,15 @@ def _measure(plan: TrainingPlan, run: RunArguments, processor: Any, train_datase
                 "the accelerator is out of memory in the trial: lower per_device_train_batch_size, max_pixels or "
                 "max_seq_length, or use deepspeed: zero3.json."
             ) from error
-        evaluation = 0.0
-        if plan.held_out is not None:
-            evaluation = _time_evaluation(trainer, eval_dataset, args) * _times(plan, args, "eval")
-        written = sum(file.stat().st_size for file in Path(folder).rglob("checkpoint-*/**/*") if file.is_file())
-    plan.trained_parameters = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
-    counted = plan.memory.total - plan.memory.rest
-    plan.memory = dataclasses.replace(
-        plan.memory, rest=max(gauge.peak() - counted, 0), measured=True, available=free_memory(run) + counted
-    )
-    _plan_disk(plan, run, plan.memory, written)
-    step = (clock.steps[-1] - clock.steps[0]) / (len(clock.steps) - 1)
-    saving = (clock.saved - clock.steps[-1]) * _times(plan, args, "save") if clock.saved else None
-    plan.timing = Timing(step, evaluation, saving, step * plan.steps + evaluation + (saving or 0.0))
+    plan.step_seconds = (clock.steps[-1] - clock.steps[0]) / (len(clock.steps) - 1)
 
 
 def trial_arguments(args: Any, folder: Path) -> Any:
-    """Return the keys of a trial: a few steps in `folder`, saved after the last, reported nowhere."""
+    """Return the keys of a trial: a few steps in `folder`, neither saved nor reported."""
     trial = copy.copy(args)
     trial.output_dir = str(folder)
     trial.max_steps = 1 + TIMED_STEPS
-    trial.save_strategy, trial.save_steps = type(args.save_strategy)("steps"), trial.max_steps
+    trial.save_strategy = type(args.save_strategy)("no")
     trial.eval_strategy, trial.eval_on_start = type(args.eval_strategy)("no"), False
     trial.logging_strategy = type(args.logging_strategy)("no")
     trial.load_best_model_at_end, trial.metric_for_best_model = False, None
@@ -339,50 +303,15 @@ def trial_rows(dataset: Any, rows: Survey, run: RunArguments) -> Any:
     return dataset.select(usable[np.concatenate([heaviest, others])])
 
 
-def _times(plan: TrainingPlan, args: Any, what: str) -> int:
-    """Return how many times the run saves or evaluates (`what` is `save` or `eval`)."""
-    strategy, every = getattr(args, f"{what}_strategy").value, getattr(args, f"{what}_steps")
+def _saves(plan: TrainingPlan, args: Any) -> int:
+    """Return how many times the run saves."""
+    strategy, every = args.save_strategy.value, args.save_steps
     if strategy == "no":
         return 0
     if strategy != "steps":
         return max(round(plan.epochs or 1), 1)
     every = every if every >= 1 else math.ceil(every * plan.steps)
-    last = what == "save" and plan.steps % every != 0
-    return int(plan.steps // every) + last
-
-
-def _time_evaluation(trainer: Any, eval_dataset: Any, args: Any) -> float:
-    """Return the seconds of one evaluation, by a part of its rows; those of the probe are scored three times."""
-    rows = eval_dataset.select(range(min(EVALUATED, len(eval_dataset))))
-    started = perf_counter()
-    trainer.evaluate(rows)
-    each = (perf_counter() - started) / len(rows)
-    return each * (len(eval_dataset) + 2 * min(args.probe_samples, len(eval_dataset)))
-
-
-class Gauge:
-    """The rise of this process's memory since now: of the accelerator, or without one its resident memory."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self.before = torch.cuda.memory_allocated(device)
-        else:
-            ctypes.CDLL(None).malloc_trim(0)  # freed memory that is not returned to the kernel would hide a rise
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
-            self.before = _resident("VmRSS")
-
-    def peak(self) -> int:
-        """Return the highest rise, in bytes."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) - self.before
-        return _resident("VmHWM") - self.before
-
-
-def _resident(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+    return math.ceil(plan.steps / every)
 
 
 # This machine --------------------------------------------------------------------------------------------------------
