@@ -24,6 +24,7 @@ SHORT = {
     "use_cpu": True,
     "bf16": False,
     "gradient_checkpointing": False,
+    "max_tokens_per_batch": None,
     "per_device_train_batch_size": 2,
     "per_device_eval_batch_size": 4,
     "max_steps": 5,
@@ -102,10 +103,11 @@ def text_pairs(folder: Path, count: int) -> Path:
 
 def words(**keys: Any) -> list[str]:
     """Return keys as command-line words; a list becomes several values of its key."""
+    plain = {True: "true", False: "false", None: "null"}
     line: list[str] = []
     for name, value in keys.items():
         values = value if isinstance(value, (list, tuple)) else [value]
-        line += [f"--{name}", *(str(v).lower() if isinstance(v, bool) else str(v) for v in values)]
+        line += [f"--{name}", *(plain[v] if v is None or isinstance(v, bool) else str(v) for v in values)]
     return line
 
 

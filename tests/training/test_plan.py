@@ -44,7 +44,7 @@ def test_a_plan_measures_training_and_leaves_nothing_behind(planned, tmp_path):
     assert plan.memory.optimizer == pytest.approx(2 * plan.memory.weights, rel=0.01)
     assert plan.memory.gradients == 4 * (plan.trained_parameters or 0)
     assert plan.step_seconds is not None and plan.step_seconds > 0
-    assert plan.disk is not None and plan.disk.checkpoint > 3 * plan.memory.weights
+    assert plan.disk is not None and plan.disk.checkpoint >= 3 * plan.memory.weights
     assert plan.held_out_prompts == 5 and any("too few to tell" in it for it in plan.remarks)
 
 

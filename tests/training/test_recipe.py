@@ -65,7 +65,7 @@ def test_several_gpus_launch_together_and_share_a_step():
     assert "./run_distributed.sh --gpus 8 --config mine.yaml" in configuration(
         DATA, "a/b", choose_method(SMALL, gpus(8, 80)), gpus(8, 80), "mine.yaml"
     )
-    assert values["per_device_train_batch_size"] * values["gradient_accumulation_steps"] * 8 == 32
+    assert values["per_device_train_batch_size"] * 8 == 32
     assert values["deepspeed"]["zero_optimization"]["stage"] == 2
 
 

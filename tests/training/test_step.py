@@ -8,8 +8,9 @@ from accelerate import Accelerator
 
 from benchmarks import flops
 from benchmarks.shapes import Pair, configuration, reward_model, training
-from tests.runs import colour_lists
-from vlmrm.training import step
+from tests.runs import colour_lists, largest_difference
+from vlmrm.training import fit, main, step
+from vlmrm.training.build import build_model
 from vlmrm.training.losses import Objective
 from vlmrm.training.step import Operations
 
@@ -49,6 +50,30 @@ def test_dropout_is_drawn_again_under_autocast_and_checkpointing(train_here, tmp
     train_here(colour_lists(tmp_path / "data", 6), max_tokens_per_batch=1, **keys)
     assert len(torch.cat(ahead)) > 8
     assert torch.equal(torch.cat(ahead), torch.cat(behind))
+
+
+def test_no_parts_and_no_recomputation_change_the_gradient(train_here, tmp_path, monkeypatch):
+    """In float64, whose weights a step of gradient descent changes by the gradient."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(main, "build_model", lambda *keys: build_model(*keys).double())
+    monkeypatch.setattr(fit, "fit", lambda *of: fit.Fit(2, 150, "as the test says"))
+    keys = {
+        "optim": "sgd",
+        "learning_rate": 1.0,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "max_steps": 1,
+    }
+    keys |= {"center_rewards_coefficient": 0.01, "per_device_train_batch_size": 4}
+    data = colour_lists(tmp_path / "data", 4)
+    whole = train_here(data, "whole", **keys).model_dir
+    choices = {
+        "accumulated": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4},
+        "parts": {"max_tokens_per_batch": 1},
+        "auto": {"max_tokens_per_batch": "auto", "gradient_checkpointing": "auto"},
+    }
+    for name, choice in choices.items():
+        assert largest_difference(whole, train_here(data, name, **(keys | choice)).model_dir) < 1e-12, name
 
 
 def test_every_module_trains_also_under_adapters(train_here, tmp_path, monkeypatch):

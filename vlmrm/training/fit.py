@@ -21,7 +21,7 @@ from vlmrm.training.memory import estimate_memory, free_memory, planned_model
 from vlmrm.training.survey import Survey
 
 LEAST, MOST = 4096, 16_384  # tokens of a forward: with fewer a GPU waits for its host, more are no faster
-ON_CPU = 16_384  # tokens and patches at once
+EASY = 0.02  # share of the free memory: nothing is traced for a model that takes less
 USED = 0.9  # of the free memory; the rest is for buffers inside kernels, and gaps between tensors
 SAMPLE = 32  # rows of which the densest are traced
 # Which layers are computed twice, the fastest first: every so many-th of them.
@@ -52,11 +52,11 @@ def fit(run: RunArguments, ranks: int, processor: Any, dataset: Any, rows: Surve
     """
     if AUTO not in (run.training.gradient_checkpointing, run.model.max_tokens_per_batch):
         return None
-    if run.training.device.type == "cpu":
-        return Fit(
-            0, ON_CPU, f"no layer is computed twice on a CPU, and at most {ON_CPU:,} tokens and patches at once"
-        )
-    return fit_into(free_memory(run), run, ranks, processor, dataset, rows)
+    free, few = free_memory(run), estimate_memory(run, ranks).total
+    if few < EASY * free:
+        why = f"all but activations take {size_text(few)} of {size_text(free)} free"
+        return Fit(0, MOST, f"no layer is computed twice, and at most {MOST:,} tokens and patches at once: {why}")
+    return fit_into(free, run, ranks, processor, dataset, rows)
 
 
 def fit_into(free: float, run: RunArguments, ranks: int, processor: Any, dataset: Any, rows: Survey) -> Fit:

@@ -150,8 +150,7 @@ def configuration(data: DataFacts, model: str, method: Method, machine: Machine,
     ranks, large = max(machine.gpus, 1), machine.gpu_bytes >= 40e9
     rows = max(round(data.rows * (1 - data.held_out)), 1)
     target = min(32, max(rows // 20, 1))  # rows a step, but at least 20 steps an epoch
-    per_device = min(max(target // ranks, 1), 8 if machine.gpus or method.preset == "small" else 1)
-    accumulation = max(round(target / (per_device * ranks)), 1)
+    per_device = max(target // ranks, 1)
     loader = PackageLoader("vlmrm.training", ".")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     environment.filters["yaml"] = _yaml
@@ -169,9 +168,7 @@ def configuration(data: DataFacts, model: str, method: Method, machine: Machine,
         output=f"outputs/{Path(data.paths[0]).stem or 'reward_model'}",
         epochs=1 if rows > 5000 else 3,
         per_device=per_device,
-        accumulation=accumulation,
-        step=counted(per_device * accumulation * ranks, "row"),
-        tokens=32768 if large else 16384,
+        step=counted(per_device * ranks, "row"),
     )
 
 

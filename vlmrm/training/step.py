@@ -102,7 +102,8 @@ class TrainingStep:
             score(part["inputs"][0])
         losses = [self._run(model, each, totals, last=each is passes[-1]) for each in passes]
         self.last_inputs = passes[-1].inputs
-        for value in self.figures.read():
+        # The host waits for the device once a step, whatever the number of its batches.
+        for value in self.figures.read() if self.accelerator.sync_gradients else ():
             if not math.isfinite(value):
                 raise not_finite(f"the loss is {value} at step {number}", self.args)
         return torch.stack(losses).sum()
