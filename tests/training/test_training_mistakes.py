@@ -155,8 +155,6 @@ MISTAKES = [
             environment={"HOME": "/nowhere", "WANDB_API_KEY": "", "WANDB_MODE": "online"}),
     Mistake("pushing to the hub", "vlmrm export", {"push_to_hub": True}),
     Mistake("absent DeepSpeed file", "absent.json", {"deepspeed": "absent.json"}),
-    Mistake("DeepSpeed without a compiler", "there is no absent-g++: install it",
-            {"deepspeed": Path("zero2.json").absolute(), "use_cpu": True}, environment={"CXX": "absent-g++"}),
     Mistake("share above 1", "eval_fraction is 5.0", {"eval_fraction": 5, **EVAL}),
     Mistake("side for an area", "max_pixels is 448: it is an area", {"max_pixels": 448}),
     Mistake("limits the wrong way round", "is above max_pixels", {"min_pixels": 10**6, "max_pixels": 10**5}),

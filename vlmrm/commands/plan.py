@@ -101,8 +101,6 @@ def _lines(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
     if plan.resumed is not None:
         yield "", f"changed: {', '.join(plan.changes) or 'nothing'}"
     yield "output", plan.config["output_dir"]
-    yield "kernels", ", ".join(f"{name} {value}" for name, value in plan.kernels.items())
-    yield "versions", ", ".join(f"{name} {value}" for name, value in plan.versions.items() if value[0].isdigit())
 
 
 def _rows(part: Survey, prompts: int) -> str:

@@ -20,7 +20,6 @@ logger = logging.getLogger("vlmrm")
 # What a terminal shows of a line of figures, so that it stays one line; the log file and the trackers have all of it.
 SHOWN = ("loss", "accuracy", "eval_loss", "eval_accuracy", "train_loss", "train_runtime")
 PATIENCE = 1000  # rows from the start without one to train on, before a run is given up
-LARGE_SHARE = 0.1
 # By intervention, the names of the logged figures, and those of the metrics that they are.
 LOGGED = {
     "blank_image": {"probe_image_reliance": "image_reliance", "probe_blank_image_accuracy": "blank_image_accuracy"},
@@ -95,7 +94,6 @@ class RowTally:
     dropped: int = 0
     weight: float = 0.0  # of all pairs trained on
     reason: str = ""  # why this rank's last row was dropped
-    warned: bool = False
     trained_before: bool = False  # in the run that this one resumes
 
     def add(self, rows: int, dropped: int, weight: float) -> None:
@@ -116,12 +114,6 @@ class RowTally:
             raise TrainingError(
                 f"nothing was trained: all {self.rows} rows so far were {why}: vlmrm check-data says what they hold."
             )
-
-    def warn_early(self) -> None:
-        """Warn once, early in the run, when a large share of rows is left out."""
-        if not self.warned and self.rows >= PATIENCE / 10 and self.dropped >= LARGE_SHARE * self.rows:
-            self.warned = True
-            self.report()
 
     def report(self) -> None:
         if self.dropped:

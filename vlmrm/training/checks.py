@@ -110,13 +110,6 @@ def check_engine(run: RunArguments) -> None:
     check_combination(run.model, args)
     if args.fsdp and args.device.type == "cpu":
         raise ConfigError("fsdp does not run on a CPU: remove it, or use deepspeed: zero2.json.")
-    if args.deepspeed and args.device.type == "cpu":
-        for tool in ("ninja", os.environ.get("CXX", "c++")):
-            if shutil.which(tool) is None:
-                raise ConfigError(
-                    f"deepspeed compiles a part of itself for a CPU, and there is no {tool}: install it (Debian: apt "
-                    "install g++ ninja-build), or remove deepspeed."
-                )
 
 
 def check_best(args: RewardTrainingArguments, outputs: Outputs) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from vlmrm.config import NO_ENGINE
-from vlmrm.errors import ConfigError, first_line
+from vlmrm.errors import ConfigError
 from vlmrm.libraries import relies_on
 from vlmrm.modeling.head import Float32Linear
 from vlmrm.settings import did_you_mean
@@ -98,18 +98,14 @@ def _fsdp(value: Any) -> Any:
 
 def _fsdp_config(value: Any) -> dict[str, Any] | None:
     """Return `fsdp_config`, a mapping, its JSON or the path of a file with it, without the prefixes of its keys."""
-    if isinstance(value, str) and not value.startswith("{"):
-        if not Path(value).is_file():
-            raise ConfigError(f"fsdp_config names {value}, which is not there: give a path such as fsdp2.json.")
-        value = Path(value).read_text(encoding="utf-8")
-    try:
-        config = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise ConfigError(f"fsdp_config is no JSON: {first_line(error).rstrip('.')}.") from error
+    config = value
+    if isinstance(value, str):
+        with suppress(OSError, ValueError):
+            config = json.loads(value if value.startswith("{") else Path(value).read_text(encoding="utf-8"))
     if config is None:
         return None
     if not isinstance(config, dict):
-        raise ConfigError(f"fsdp_config is a {type(config).__name__}: write a mapping of keys to values.")
+        raise ConfigError(f"fsdp_config is {value}, which is no mapping: give a path such as fsdp2.json, or its keys.")
     config = {key.removeprefix("fsdp_"): setting for key, setting in config.items()}
     for key, setting in config.items():
         if key not in FSDP_KEYS:

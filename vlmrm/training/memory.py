@@ -128,15 +128,14 @@ def extrapolated(trace: Callable[[Sequence[int]], float], model: Any) -> float:
     `trace` takes the lengths of `stacks`. Where it fails a warning says so, and the result is 0.
     """
     lengths = [len(stack) for stack in stacks(model)]
-    few = [min(length, FEW * period(model)) for length in lengths]
+    start = FEW * period(model)
+    few = [start if length > 2 * start else length for length in lengths]
     try:
         base = value = trace(few)
-        for place, (length, start) in enumerate(zip(lengths, few, strict=True)):
-            if length > 2 * start:
+        for place, length in enumerate(lengths):
+            if length > few[place]:
                 more = trace([*few[:place], 2 * start, *few[place + 1 :]])
                 value += (length - start) / start * (more - base)
-            elif length > start:
-                value += trace([*few[:place], length, *few[place + 1 :]]) - base
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # of unknown operations
         name = type(model).__name__
         logger.warning("activations are not in the memory: %s cannot be traced (%s)", name, first_line(error))

@@ -27,11 +27,7 @@ from vlmrm.config import Configuration
 from vlmrm.data.comparisons import load_train_and_eval
 from vlmrm.errors import TrainingError, VlmrmError
 from vlmrm.files import plain_write_errors
-from vlmrm.libraries import installed_version
 from vlmrm.modeling import load_processor, lora_config
-from vlmrm.modeling.attention import resolve_attention
-from vlmrm.modeling.kernels import FLASH, TORCH
-from vlmrm.modeling.manifest import LIBRARIES
 from vlmrm.training.arguments import RunArguments
 from vlmrm.training.build import build_collator, build_model, build_trainer, survey_collator, weight_dtype
 from vlmrm.training.checks import CHECKS, check_disk, check_shared_out, check_visible, checkpoint_bytes
@@ -44,7 +40,7 @@ from vlmrm.training.survey import Survey, check_survey, few_prompts, shared_prom
 from vlmrm.training.trainer import ComparisonTrainer
 
 SAMPLE = 500  # rows that a plan reads
-TIMED_STEPS = 5  # of the trial, after one of the heaviest batch
+TIMED_STEPS = 5  # of the trial, after one that is not timed
 TRIAL_SECONDS = 60.0  # after which no further step is timed
 
 
@@ -81,8 +77,6 @@ class TrainingPlan:
     restart: str = ""  # what the run goes on from, in words; empty for a fresh start
     set_aside: dict[str, str] = field(default_factory=dict)  # checkpoints that the run would pass over, and why
     changes: list[str] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=dict)
-    kernels: dict[str, str] = field(default_factory=dict)
 
     @contextmanager
     def stage(self) -> Generator[None]:
@@ -122,9 +116,6 @@ def plan_training(config: Configuration) -> TrainingPlan:
                 plan.remarks += check(run) or ()
     plan.processes = processes(run)
     plan.launch = launch(run, plan.processes)
-    # The libraries that a training runs with.
-    plan.versions = {library: installed_version(library) or "not installed" for library in (*LIBRARIES, "flash-attn")}
-    plan.kernels = kernels(run)
     if not (run.model.model_name_or_path and run.data.dataset_path):
         return plan
     output = Path(run.training.output_dir).absolute()
@@ -148,8 +139,6 @@ def launch(run: RunArguments, ranks: int) -> str:
     """Return how many processes train, and what starts them."""
     args = run.training
     engine = engine_of(args)
-    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return f"{ranks} processes with {engine}, of which this is number {os.environ['RANK']}"
     if ranks > 1:
         return f"{ranks} processes with {engine}: ./run_distributed.sh --gpus {ranks} --config FILE"
     return f"1 process{'' if engine == 'DDP' else f' with {engine}'}: vlmrm train FILE"
@@ -193,7 +182,7 @@ def _plan_data_and_model(plan: TrainingPlan, run: RunArguments) -> None:
         if data.eval_dataset_path:
             both = shared_prompts(plan.train, plan.held_out)
             plan.shared_prompts = both, plan.held_out.looked, plan.train.looked
-    if plan.errors:
+    if not plan.train.tokens:
         return
     if (fitted := fit(run, plan.processes, processor, train_dataset, plan.train)) is not None:
         plan.remarks.append(fitted.why)
@@ -248,7 +237,6 @@ def _measure(plan: TrainingPlan, run: RunArguments, processor: Any, train_datase
     """Train a few steps in a temporary folder beside `output_dir`, and fill in the time of one."""
     model_args, args = run.model, run.training
     parent = existing_parent(Path(args.output_dir).absolute())
-    assert plan.train is not None
     model = build_model(run, processor)
     collator = build_collator(run, model, processor, train_dataset)
     with tempfile.TemporaryDirectory(prefix=".vlmrm-plan-", dir=parent) as folder:
@@ -258,7 +246,7 @@ def _measure(plan: TrainingPlan, run: RunArguments, processor: Any, train_datase
             args=trial_arguments(args, Path(folder)),
             processor=processor,
             collator=collator,
-            train_dataset=trial_rows(train_dataset, plan.train, run),
+            train_dataset=train_dataset,
             eval_dataset=None,
             peft_config=lora_config(model_args, model) if model_args.use_peft else None,
             save_extras=lambda folder: None,
@@ -286,21 +274,7 @@ def trial_arguments(args: Any, folder: Path) -> Any:
     trial.logging_strategy = type(args.logging_strategy)("no")
     trial.load_best_model_at_end, trial.metric_for_best_model = False, None
     trial.report_to, trial.disable_tqdm, trial.resume_from_checkpoint = [], True, None
-    trial.train_sampling_strategy = "sequential"  # the heaviest batch first
     return trial
-
-
-def trial_rows(dataset: Any, rows: Survey, run: RunArguments) -> Any:
-    """Return the rows of a trial: the heaviest batch to be expected, then random ones."""
-    args = run.training
-    rng = np.random.default_rng(args.seed)
-    size = args.train_batch_size
-    tokens, usable = np.asarray(rows.tokens), np.asarray(rows.positions)
-    batches = (rng.permutation(len(tokens))[:size] for _ in range(min(rows.rows // size + 1, SAMPLE)))
-    heaviest = max(batches, key=lambda batch: int(tokens[batch].sum()))
-    count = size * args.gradient_accumulation_steps * (1 + TIMED_STEPS) - len(heaviest)
-    others = np.concatenate([rng.permutation(len(usable)) for _ in range(count // len(usable) + 1)])[:count]
-    return dataset.select(usable[np.concatenate([heaviest, others])])
 
 
 def _saves(plan: TrainingPlan, args: Any) -> int:
@@ -312,20 +286,3 @@ def _saves(plan: TrainingPlan, args: Any) -> int:
         return max(round(plan.epochs or 1), 1)
     every = every if every >= 1 else math.ceil(every * plan.steps)
     return math.ceil(plan.steps / every)
-
-
-# This machine --------------------------------------------------------------------------------------------------------
-
-
-def kernels(run: RunArguments) -> dict[str, str]:
-    """Return the device, the attention kernel and the batching."""
-    args = run.training
-    cuda = not args.use_cpu and torch.cuda.is_available()
-    kernel = resolve_attention(run.model.attn_implementation) if cuda else "sdpa"
-    if cuda and (args.bf16 or args.fp16) and kernel not in FLASH:
-        kernel = TORCH
-    return {
-        "device": torch.cuda.get_device_name() if cuda else "CPU",
-        "attention": kernel,
-        "batching": run.model.batching,
-    }

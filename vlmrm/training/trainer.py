@@ -8,7 +8,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,7 @@ import trl
 from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
 from torch.utils.data import BatchSampler
-from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from vlmrm.batching import Batch, ComparisonCollator, to_device
@@ -214,19 +213,13 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         return self._prepare_inputs(to_device(inputs, self.args.device))
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Estimate a batch's FLOPs: 6 per parameter and token, forward and backward (Kaplan et al. 2020, §2.1)."""
-        return 6 * inputs["counts"]["tokens"] * self._weights
-
-    @cached_property
-    def _weights(self) -> int:
-        return cast(PreTrainedModel, self.model).num_parameters(exclude_embeddings=True)
+        return 0  # the step counts them, for the MFU
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
             logs.update(self.rates)
             figures = self.step.figures.flush(self.accelerator)
             figures["num_tokens"] = self.state.num_input_tokens_seen
-            self.row_tally.warn_early()
             # TRL's own log averages these lists into the line.
             self._metrics["train"].update({name: [value] for name, value in figures.items()})
         super().log(logs, start_time)
