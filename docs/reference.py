@@ -164,7 +164,6 @@ INHERITED = {
     "Precision, memory and devices": {
         "bf16": "Compute in bfloat16. `null`: yes, unless `fp16`.",
         "fp16": "Compute in float16.",
-        "gradient_checkpointing": "Recompute activations in the backward pass: less memory, a third more time.",
         "activation_checkpointing_kwargs": "`{every_n_layers: 2}`: of every second layer alone; `{offload: true}`: "
         "keep the inputs of layers in the memory of the host.",
         "activation_offloading": "Keep activations in the memory of the host; without DeepSpeed and FSDP.",
