@@ -25,7 +25,7 @@ from vlmrm.modeling.checkpoint import load_processor
 from vlmrm.modeling.tiny import make_tiny
 from vlmrm.training import memory
 from vlmrm.training.arguments import RunArguments
-from vlmrm.training.build import survey_collator
+from vlmrm.training.build import build_collator
 from vlmrm.training.fit import TWICE, Fit, fit_into
 from vlmrm.training.memory import Memory, estimate_memory
 from vlmrm.training.survey import survey
@@ -71,13 +71,14 @@ def checkpoint(name: str, folder: Path, layers: int | None = None) -> Path:
 def pairs(folder: Path, count: int, size: tuple[int, int], prompt: int, answer: int) -> Path:
     """Write pairs with one image each, prompts of so many words and two answers; a word is a token."""
     folder.mkdir()
-    Image.new("RGB", size).save(folder / "image.png")
+    for number in range(count):
+        Image.new("RGB", size).save(folder / f"{number}.png")
     rows = [
         {
             "prompt": " digit" * prompt + str(number),
             "chosen": " digit" * answer,
             "rejected": " number" * answer,
-            "images": ["image.png"],
+            "images": [f"{number}.png"],
         }
         for number in range(count)
     ]
@@ -113,7 +114,7 @@ def traced(
         run = RunArguments.parse(words, "docs/memory.py")
         processor = load_processor(path)
         dataset = load_train_and_eval(run.data)[0]
-        rows = survey(dataset, survey_collator(run, processor), 0)
+        rows = survey(dataset, build_collator(run, processor), 0)
         assert not rows.dropped, rows.last_reason
         fitted = fit_into(free, run, ranks, processor, dataset, rows) if free else None
         if fitted is not None:

@@ -14,7 +14,7 @@ from accelerate import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
-from tests.runs import ROOT, assert_equal_weights, colour_lists
+from tests.runs import ROOT
 from vlmrm.config import parse
 from vlmrm.errors import ConfigError
 from vlmrm.modeling.arguments import ModelArguments
@@ -98,14 +98,6 @@ def test_the_shipped_file_is_version_2_of_fsdp(arguments, word):
     assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
     assert plugin.state_dict_type.name == "FULL_STATE_DICT"
     assert plugin.reshard_after_forward and plugin.cpu_ram_efficient_loading
-
-
-def test_half_checkpointed_activations_give_equal_weights(train_here, tmp_path):
-    data = colour_lists(tmp_path / "data", 2)
-    keys = {"use_irrelevant_queries": True, "max_tokens_per_batch": 80, "max_steps": 1}
-    half = {"gradient_checkpointing": True, "activation_checkpointing_kwargs": '{"every_n_layers": 2}'}
-    plain, halved = (train_here(data, name, **keys, **more) for name, more in (("plain", {}), ("half", half)))
-    assert_equal_weights(plain.model_dir, halved.model_dir)
 
 
 def test_a_run_restores_the_environment_it_sets(monkeypatch):

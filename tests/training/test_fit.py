@@ -12,7 +12,7 @@ from vlmrm.data.comparisons import load_train_and_eval
 from vlmrm.modeling.checkpoint import load_processor
 from vlmrm.training import fit
 from vlmrm.training.arguments import RunArguments
-from vlmrm.training.build import survey_collator
+from vlmrm.training.build import build_collator
 from vlmrm.training.memory import Memory
 from vlmrm.training.survey import survey
 
@@ -38,7 +38,7 @@ def fitted(tiny_checkpoint, tmp_path, monkeypatch):
         } | keys
         run = RunArguments.parse(short_training(tiny_checkpoint, data, tmp_path / "out", **keys), "test")
         processor, dataset = load_processor(tiny_checkpoint), load_train_and_eval(run.data)[0]
-        rows = survey(dataset, survey_collator(run, processor), 0)
+        rows = survey(dataset, build_collator(run, processor), 0)
         chosen = fit.fit_into(gigabytes * 1e9, run, 1, processor, dataset, rows)
         chosen.apply(run)
         return run, chosen.why

@@ -20,7 +20,7 @@ from vlmrm.modeling import lora_config
 from vlmrm.modeling.checkpoint import load_processor
 from vlmrm.training import memory
 from vlmrm.training.arguments import RunArguments
-from vlmrm.training.build import build_collator, build_model, survey_collator
+from vlmrm.training.build import build_collator, build_model
 from vlmrm.training.memory import Memory, estimate_memory, heaviest_forward, planned_model, run_step, trace_step
 from vlmrm.training.survey import survey
 
@@ -46,7 +46,7 @@ def opened(tiny_checkpoint, tmp_path_factory):
         run = RunArguments.parse(short_training(model, data, folder / "out", **keys), "test")
         processor = load_processor(model)
         dataset = load_train_and_eval(run.data)[0]
-        return run, processor, dataset, survey(dataset, survey_collator(run, processor), 0)
+        return run, processor, dataset, survey(dataset, build_collator(run, processor), 0)
 
     return open_run
 
@@ -76,7 +76,7 @@ def test_a_traced_step_predicts_real_allocations(opened, keys):
     assert weights == sum(weight.nbytes for weight in real.parameters())
     inputs = heaviest_forward(run, real, processor, dataset, rows)
     assert "layout" in inputs and inputs["input_ids"].shape[0] == 1  # a shared batch
-    build_collator(run, fake, processor, dataset)
+    build_collator(run, processor, fake, dataset)
     for model in (real, fake):
         model.train()
         if run.training.gradient_checkpointing:

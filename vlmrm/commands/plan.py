@@ -77,19 +77,16 @@ def _lines(plan: TrainingPlan) -> Iterator[tuple[str, str]]:
         both, evaluated, trained = plan.shared_prompts
         yield "overlap", f"{both} of {evaluated} evaluation prompts are among {trained} of the training"
     if plan.steps:
-        epochs = "" if plan.epochs is None else f", {plan.epochs:.3g} epochs"
         ranks = f" on {plan.processes} processes" if plan.processes > 1 else ""
-        yield "steps", f"{plan.steps:,} of {plan.rows_per_step:,} rows{epochs}{ranks}"
-    if plan.launch:
-        yield "launch", plan.launch
+        yield "steps", f"{plan.steps:,} of {plan.rows_per_step:,} rows, {plan.epochs:.3g} epochs{ranks}"
+    yield "launch", plan.launch
     if plan.memory is not None:
         yield "memory", _memory(plan.memory)
     if (step := plan.step_seconds) is not None:
         yield "time", f"{duration(step * plan.steps)} of steps, {step:.3g} s each as measured in a trial"
     elif not plan.errors:
         yield "time", "not measured: the training does not fit into a single process here"
-    if plan.disk is not None:
-        disk = plan.disk
+    if (disk := plan.disk) is not None:
         yield (
             "disk",
             f"{size_text(disk.checkpoint)} a checkpoint, {size_text(disk.kept)} in all, {size_text(disk.free)} free",

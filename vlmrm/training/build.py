@@ -86,32 +86,22 @@ def build_trainer(make: Callable[..., Any], **arguments: Any) -> Any:
         raise ConfigError(f"the trainer cannot be made: {first_line(error).rstrip('.')}.") from error
 
 
-def survey_collator(arguments: RunArguments, processor: Any) -> ComparisonCollator:
-    """Return a collator that reads rows as the training does, without its model."""
-    model, data = arguments.model, arguments.data
-    config = read_config(model.model_name_or_path, model.model_revision, arguments.training.trust_remote_code)
+def build_collator(
+    keys: RunArguments, processor: Any, model: RewardModel | None = None, train_dataset: Any = None
+) -> ComparisonCollator:
+    """Return the collator of the training; without its model one that reads rows alike, for a survey."""
+    data, args, name = keys.data, keys.training, keys.model.model_name_or_path
+    batcher, irrelevant = PaddedBatcher.for_processor(processor), None
+    if model is not None:
+        batcher = batcher_for(model, processor, keys.model.batching)
+        if args.use_irrelevant_queries:
+            irrelevant = IrrelevantQueries(args.num_irrelevant_pairs, args.seed, train_dataset)
+    config = model.config if model else read_config(name, keys.model.model_revision, args.trust_remote_code)
     return ComparisonCollator(
         Renderer(processor, MediaLimits.of(data), branches=data.named_outputs.branches),
-        PaddedBatcher.for_processor(processor),
+        batcher,
         max_seq_length=sequence_limit(config, data.max_seq_length),
-        overlong=data.overlong,
-        bad_rows=data.bad_rows,
-        critique_weight=data.critique_weight,
-        outputs=data.named_outputs,
-    )
-
-
-def build_collator(keys: RunArguments, model: RewardModel, processor: Any, train_dataset: Any) -> ComparisonCollator:
-    """Return the collator of the training."""
-    data, args = keys.data, keys.training
-    irrelevant = None
-    if args.use_irrelevant_queries:
-        irrelevant = IrrelevantQueries(args.num_irrelevant_pairs, args.seed, train_dataset)
-    return ComparisonCollator(
-        Renderer(processor, MediaLimits.of(data), branches=data.named_outputs.branches),
-        batcher_for(model, processor, keys.model.batching),
-        max_seq_length=sequence_limit(model.config, data.max_seq_length),
-        max_tokens_per_batch=cast(Any, keys.model.max_tokens_per_batch),
+        max_tokens_per_batch=cast(Any, keys.model.max_tokens_per_batch) if model else None,
         overlong=data.overlong,
         bad_rows=data.bad_rows,
         critique_weight=data.critique_weight,

@@ -110,7 +110,7 @@ class Sample:
 
         A limit of tokens and patches admits more tokens where there are few patches, and tokens take the memory.
         """
-        collator = build_collator(run, planned_model(run, torch.bfloat16)[0], processor, dataset)
+        collator = build_collator(run, processor, planned_model(run, torch.bfloat16)[0], dataset)
 
         def tokens_in(rendered: Sequence[Rendered]) -> int:
             return collator.batcher(rendered)["input_ids"].numel()

@@ -9,7 +9,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.manifest import BEST, COMPLETE, FINAL, is_finished, local_folder, read_json_of, weights_digest
 from vlmrm.modeling.parts import IN_WORDS, trained_by_part
 from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
-from vlmrm.training.build import build_collator, build_model, build_trainer, survey_collator
+from vlmrm.training.build import build_collator, build_model, build_trainer
 from vlmrm.training.checks import CHECKS, check_disk, check_gpus, checkpoint_bytes
 from vlmrm.training.engines import compiles
 from vlmrm.training.folder import (
@@ -141,7 +142,7 @@ class Run:
             model=model,
             args=args,
             processor=self.processor,
-            collator=build_collator(self.keys, model, self.processor, train_dataset),
+            collator=build_collator(self.keys, self.processor, model, train_dataset),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             peft_config=lora_config(keys, model) if keys.use_peft else None,
@@ -225,7 +226,7 @@ class Run:
         trainer.row_tally.trained_before = checkpoint is not None
         done_before = -1 if checkpoint is None else steps_of(checkpoint)  # the checkpoint may be gone at the end
         try:
-            with plain_worker_errors(), plain_rank_errors():
+            with plain_worker_errors(), plain_rank_errors(), plain_memory_errors():
                 # HF's own loop: `RewardTrainer.train` calls this method.
                 result = Trainer.train(trainer, None if checkpoint is None else str(checkpoint))
         except KeyboardInterrupt as error:
@@ -233,14 +234,6 @@ class Run:
             if saved := [folder for folder in find_checkpoints(args.output_dir) if (folder / COMPLETE).is_file()]:
                 end = f": continue from {saved[-1]} with --resume_from_checkpoint auto."
             raise Interrupted(f"interrupted after step {trainer.state.global_step}{end}") from error
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            where = "the accelerator" if isinstance(error, torch.OutOfMemoryError) else "this machine"
-            raise TrainingError(
-                f"{where} is out of memory: lower per_device_train_batch_size, max_pixels or max_seq_length, or "
-                "use deepspeed: zero3.json, and resume from the last checkpoint where there is one."
-            ) from error
         trainer.row_tally.report()
         if trainer.state.global_step == done_before:
             logger.warning(NOTHING_LEFT, checkpoint)
@@ -292,7 +285,7 @@ def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval
     from vlmrm.training.survey import check_survey, few_prompts, shared_prompts, survey
 
     data_args, args = arguments.data, arguments.training
-    collator = survey_collator(arguments, processor)
+    collator = build_collator(arguments, processor)
     rows = survey(train_dataset, collator, data_args.split_seed)
     check_survey(rows, "dataset_path", args.max_dropped_share)
     for remark in rows.remarks(args.use_irrelevant_queries):
@@ -324,10 +317,20 @@ def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval
     return rows
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory was wanting; on a CPU torch and oneDNN say so in words only."""
+@contextmanager
+def plain_memory_errors() -> Generator[None]:
+    """Turn want of memory into one sentence; on a CPU torch and oneDNN say so in words only."""
     words = ("can't allocate memory", "Cannot allocate memory", "could not create a primitive", "out of memory")
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(text in str(error) for text in words)
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and not any(it in str(error) for it in words):
+            raise
+        where = "the accelerator" if isinstance(error, torch.OutOfMemoryError) else "this machine"
+        raise TrainingError(
+            f"{where} is out of memory: lower max_tokens_per_batch, max_pixels or max_seq_length, or use deepspeed: "
+            "zero3.json, and resume from the last checkpoint where there is one."
+        ) from error
 
 
 def steps_of(checkpoint: Path) -> int:

@@ -230,7 +230,7 @@ def heaviest_forward(
 ) -> Mapping[str, torch.Tensor]:
     """Return the inputs of the largest forward in a batch of the longest surveyed rows."""
     positions = [rows.positions[i] for i in sorted(range(len(rows.tokens)), key=rows.tokens.__getitem__)]
-    collator = build_collator(run, model, processor, dataset)
+    collator = build_collator(run, processor, model, dataset)
     batch = [dataset[i] for i in sorted(positions[-run.training.train_batch_size :])]
     forwards = [inputs for part in collator(batch)["parts"] for inputs in part["inputs"]]
     return max(forwards, key=lambda inputs: inputs["input_ids"].numel())

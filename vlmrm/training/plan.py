@@ -25,16 +25,16 @@ from transformers import PrinterCallback, TrainerCallback
 
 from vlmrm.config import Configuration
 from vlmrm.data.comparisons import load_train_and_eval
-from vlmrm.errors import TrainingError, VlmrmError
+from vlmrm.errors import VlmrmError
 from vlmrm.files import plain_write_errors
 from vlmrm.modeling import load_processor, lora_config
 from vlmrm.training.arguments import RunArguments
-from vlmrm.training.build import build_collator, build_model, build_trainer, survey_collator, weight_dtype
+from vlmrm.training.build import build_collator, build_model, build_trainer, weight_dtype
 from vlmrm.training.checks import CHECKS, check_disk, check_shared_out, check_visible, checkpoint_bytes
 from vlmrm.training.engines import engine_of
 from vlmrm.training.fit import fit
 from vlmrm.training.folder import check_base, check_settings, check_unlocked, restart_of, training_settings
-from vlmrm.training.main import base_digest, launch_alone
+from vlmrm.training.main import base_digest, launch_alone, plain_memory_errors
 from vlmrm.training.memory import Memory, estimate_memory, planned_model
 from vlmrm.training.survey import Survey, check_survey, few_prompts, shared_prompts, survey
 from vlmrm.training.trainer import ComparisonTrainer
@@ -68,7 +68,7 @@ class TrainingPlan:
     processes: int = 1
     rows_per_step: int = 0
     steps: int = 0
-    epochs: float | None = None
+    epochs: float = 0.0
     trained_parameters: int | None = None
     memory: Memory | None = None
     step_seconds: float | None = None  # measured in the trial
@@ -165,7 +165,7 @@ def _plan_data_and_model(plan: TrainingPlan, run: RunArguments) -> None:
     model, data, args = run.model, run.data, run.training
     train_dataset, eval_dataset = load_train_and_eval(data)
     processor = load_processor(model.model_name_or_path, model.model_revision, args.trust_remote_code)
-    collator = survey_collator(run, processor)
+    collator = build_collator(run, processor)
     plan.train = survey(train_dataset, collator, data.split_seed, SAMPLE)
     plan.rows_per_step = args.train_batch_size * args.gradient_accumulation_steps * plan.processes
     plan.steps, plan.epochs = count_steps(run, plan.train.rows, plan.processes)
@@ -238,7 +238,7 @@ def _measure(plan: TrainingPlan, run: RunArguments, processor: Any, train_datase
     model_args, args = run.model, run.training
     parent = existing_parent(Path(args.output_dir).absolute())
     model = build_model(run, processor)
-    collator = build_collator(run, model, processor, train_dataset)
+    collator = build_collator(run, processor, model, train_dataset)
     with tempfile.TemporaryDirectory(prefix=".vlmrm-plan-", dir=parent) as folder:
         trainer: Any = build_trainer(
             ComparisonTrainer,
@@ -254,13 +254,8 @@ def _measure(plan: TrainingPlan, run: RunArguments, processor: Any, train_datase
         clock = Clock()
         trainer.add_callback(clock)
         trainer.remove_callback(PrinterCallback)
-        try:
+        with plain_memory_errors():
             trainer.train()
-        except torch.OutOfMemoryError as error:
-            raise TrainingError(
-                "the accelerator is out of memory in the trial: lower per_device_train_batch_size, max_pixels or "
-                "max_seq_length, or use deepspeed: zero3.json."
-            ) from error
     plan.step_seconds = (clock.steps[-1] - clock.steps[0]) / (len(clock.steps) - 1)
 
 
@@ -283,6 +278,6 @@ def _saves(plan: TrainingPlan, args: Any) -> int:
     if strategy == "no":
         return 0
     if strategy != "steps":
-        return max(round(plan.epochs or 1), 1)
+        return max(round(plan.epochs), 1)
     every = every if every >= 1 else math.ceil(every * plan.steps)
     return math.ceil(plan.steps / every)
