@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,18 +46,18 @@ class Fit:
 
 
 def fit(run: RunArguments, ranks: int, processor: Any, dataset: Any, rows: Survey) -> Fit | None:
-    """Choose what `auto` stands for in the keys of a run of `ranks` processes; None where no key is `auto`.
-
-    Args:
-        rows: the survey of `dataset`, of whose rows some are traced.
-    """
+    """Choose what `auto` stands for in a run of `ranks` processes by the surveyed `rows`; None where nothing is."""
     if AUTO not in (run.training.gradient_checkpointing, run.model.max_tokens_per_batch):
         return None
     free, few = free_memory(run), estimate_memory(run, ranks).total
     if few < EASY * free:
         why = f"all but activations take {size_text(few)} of {size_text(free)} free"
         return Fit(0, MOST, f"no layer is computed twice, and at most {MOST:,} tokens and patches at once: {why}")
-    return fit_into(free, run, ranks, processor, dataset, rows)
+    logging.disable(logging.WARNING)  # of models that are only traced
+    try:
+        return fit_into(free, run, ranks, processor, dataset, rows)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def fit_into(free: float, run: RunArguments, ranks: int, processor: Any, dataset: Any, rows: Survey) -> Fit:
@@ -89,9 +90,7 @@ def fit_into(free: float, run: RunArguments, ranks: int, processor: Any, dataset
     at_once = int(sample.size * min(max(tokens, sample.row), MOST))
     chosen = [f"{TWICE[every]} is computed twice"] * (written == AUTO)
     chosen += [f"at most {at_once:,} tokens and patches are computed at once"] * (limit == AUTO)
-    why = (
-        f"of {size_text(free)} free all but activations take {size_text(beside)}, and these {size_text(each)} a token"
-    )
+    why = f"of {size_text(free)} free all but activations take {size_text(beside)}, these {size_text(each)} a token"
     return Fit(every, at_once, f"{' and '.join(chosen)}: {why}")
 
 
