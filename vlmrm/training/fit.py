@@ -68,8 +68,8 @@ def fit_into(free: float, run: RunArguments, ranks: int, processor: Any, dataset
     """
     written, limit = run.training.gradient_checkpointing, run.model.max_tokens_per_batch
     sample = Sample.of(run, processor, dataset, rows)
-    most = LEAST if limit == AUTO else float(limit or math.inf) / sample.size
-    enough = min(sample.row * run.training.train_batch_size, most)
+    batch = sample.row * run.training.train_batch_size
+    enough = min(batch, LEAST if limit == AUTO else float(limit or math.inf) / sample.size)
 
     @cache
     def needed(every: int) -> tuple[int, float]:
@@ -87,7 +87,9 @@ def fit_into(free: float, run: RunArguments, ranks: int, processor: Any, dataset
             each += (needed(0)[1] - each) * (1 - 1 / every)
         if (tokens := (USED * free - beside) / each) >= enough:
             break
-    at_once = int(sample.size * min(max(tokens, sample.row), MOST))
+    most = min(max(tokens, sample.row), MOST)
+    parts = math.ceil(batch / most)  # about even ones, with room for a batch that is longer than others
+    at_once = int(sample.size * (most if parts == 1 else min(most, 1.1 * batch / parts)))
     chosen = [f"{TWICE[every]} is computed twice"] * (written == AUTO)
     chosen += [f"at most {at_once:,} tokens and patches are computed at once"] * (limit == AUTO)
     why = f"of {size_text(free)} free all but activations take {size_text(beside)}, these {size_text(each)} a token"

@@ -149,8 +149,7 @@ def configuration(data: DataFacts, model: str, method: Method, machine: Machine,
     """Return the commented configuration of these data, this model and this machine, to be written as `file`."""
     ranks, large = max(machine.gpus, 1), machine.gpu_bytes >= 40e9
     rows = max(round(data.rows * (1 - data.held_out)), 1)
-    target = min(32, max(rows // 20, 1))  # rows a step, but at least 20 steps an epoch
-    per_device = max(target // ranks, 1)
+    per_device = max(min(32, max(rows // 20, 1)) // ranks, 1)  # 32 rows a step, but at least 20 steps an epoch
     loader = PackageLoader("vlmrm.training", ".")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     environment.filters["yaml"] = _yaml
