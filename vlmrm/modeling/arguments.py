@@ -58,8 +58,7 @@ class ModelArguments(ComputeArguments):
     max_tokens_per_batch: int | str | None = key(  # ty: ignore[incompatible-attribute-override]
         AUTO,
         "Most text tokens and image patches computed at once: a larger batch, or comparison, goes through in parts "
-        "with the same gradient, and only a single conversation may be larger. `auto`: as many as the GPU's free "
-        "memory allows. `null`: no limit.",
+        "with the same gradient. `auto`: what the free memory allows. `null`: no limit.",
     )
     model_revision: str | None = key(None, "Branch, tag or commit of a hub checkpoint.")
     dtype: str = key(

@@ -70,8 +70,8 @@ class RewardTrainingArguments(trl.RewardConfig):
     )
     gradient_checkpointing: str = key(  # ty: ignore[incompatible-attribute-override]
         AUTO,
-        "Whether layers are computed again in the backward pass: less memory, up to a third more time. `auto`: none, "
-        "every fourth or second, or all, by the GPU's free memory.",
+        "Compute layers again in the backward pass: less memory, a third more time. `auto`: none, every fourth or "
+        "second, or all, by the free memory.",
         list(CHECKPOINTING),
         **{"nargs": "?", "const": "true"},
     )
