@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
 from tests.runs import colour_pairs
 from vlmrm import logs
@@ -29,7 +30,7 @@ def test_a_long_pass_logs_every_half_minute(monkeypatch, capsys):
     assert lines[0] == "reading rows: 29/100 (29 %, 73 s left)" and len(lines) == 3
 
 
-def test_progress_reaches_the_log(train_here, tmp_path, capfd):
+def test_progress_reaches_the_log_and_curves_are_drawn(train_here, tmp_path, capfd):
     data = colour_pairs(tmp_path / "data", 8)
     train_here(data, eval_dataset_path=data, eval_strategy="steps", eval_steps=2, max_steps=4, disable_tqdm=False)
     [log] = Path("logs").glob("train_*.log")
@@ -42,6 +43,8 @@ def test_progress_reaches_the_log(train_here, tmp_path, capfd):
         ]
         assert [bool(left) for *_, left, _ in steps] == [True, True, True, True, False, False, False]
     assert "margin" in log.read_text() and "tokens_per_second" in log.read_text()
+    with Image.open("out/curves.png") as picture:
+        assert picture.width > 500
 
 
 def test_a_reporter_that_is_missing_is_named(train_here, tmp_path, monkeypatch):

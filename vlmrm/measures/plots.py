@@ -92,10 +92,15 @@ def save(figure: Figure, folder: Path, name: str) -> str:
     with mpl.rc_context({"svg.hashsalt": name}):  # equal data make equal files
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
-        with atomic_write(folder / f"{name}.png") as temporary:
-            figure.savefig(temporary, format="png", dpi=150)
+        save_png(figure, folder / f"{name}.png")
     write_file(folder / f"{name}.svg", svg := buffer.getvalue())
     return _inline(svg, name)
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a figure as a PNG."""
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=150)
 
 
 def css_variables(dark: bool) -> str:

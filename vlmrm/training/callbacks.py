@@ -1,4 +1,4 @@
-"""What happens beside the steps: lines of figures, SIGTERM, and the rows that are left out."""
+"""What happens beside the steps: lines of figures, curves, SIGTERM, and the rows that are left out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import signal
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback
@@ -17,6 +18,9 @@ from vlmrm.training.folder import any_rank
 
 logger = logging.getLogger("vlmrm")
 
+CURVES = "curves.png"
+# Fewer points are no curve, and drawing takes a moment.
+LEAST_LINES, LEAST_EVALUATIONS = 10, 2
 # What a terminal shows of a line of figures, so that it stays one line; the log file and the trackers have all of it.
 SHOWN = ("loss", "accuracy", "eval_loss", "eval_accuracy", "train_loss", "train_runtime")
 PATIENCE = 1000  # rows from the start without one to train on, before a run is given up
@@ -57,6 +61,25 @@ class FiguresCallback(TrainerCallback):
 def _figure(item: tuple[str, Any]) -> str:
     name, value = item
     return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+
+
+class CurvesCallback(TrainerCallback):
+    """Draws loss and accuracy over steps into `output_dir/curves.png`, after each evaluation and at the end."""
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self._draw(args, state)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._draw(args, state)
+
+    def _draw(self, args, state) -> None:
+        lines = sum("loss" in entry for entry in state.log_history)
+        evaluations = sum("eval_loss" in entry for entry in state.log_history)
+        if state.is_world_process_zero and (lines >= LEAST_LINES or evaluations >= LEAST_EVALUATIONS):
+            from vlmrm.measures.plots import drawing, learning_curves, save_png
+
+            with drawing():
+                save_png(learning_curves(state.log_history), Path(args.output_dir) / CURVES)
 
 
 class PreemptionCallback(TrainerCallback):

@@ -28,7 +28,7 @@ from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.modeling.manifest import scale_in
 from vlmrm.outputs import ONE
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.callbacks import LOGGED, Bar, FiguresCallback, PreemptionCallback, RowTally
+from vlmrm.training.callbacks import LOGGED, Bar, CurvesCallback, FiguresCallback, PreemptionCallback, RowTally
 from vlmrm.training.engines import describe, own_part, reduce_all
 from vlmrm.training.folder import CompleteCheckpoints, any_rank
 from vlmrm.training.losses import judged_weights
@@ -95,6 +95,7 @@ class ComparisonTrainer(CompleteCheckpoints, trl.RewardTrainer):
         if self.pop_callback(ProgressCallback) is not None and sys.stderr.isatty():
             self.add_callback(Bar())
         self.add_callback(FiguresCallback(collator.outputs))
+        self.add_callback(CurvesCallback())
         self.reward_model = model  # without the adapters around it
         if self.is_fsdp_enabled:
             half = torch.bfloat16 if args.bf16 else None
