@@ -74,6 +74,13 @@ def test_what_is_written_stays(fitted):
     assert fit.fit(fitted(80)[0], 1, None, None, None) is None  # ty: ignore[invalid-argument-type]
 
 
+def test_a_step_is_cut_evenly(fitted, monkeypatch):
+    of, samples = fit.Sample.of, []
+    monkeypatch.setattr(fit.Sample, "of", lambda *run: samples.append(of(*run)) or samples[-1])
+    limit, step = fitted(141, per_device_train_batch_size=400)[0].model.max_tokens_per_batch, 400 * samples[0].row
+    assert 16384 < step < 2 * 16384 and limit / samples[0].size == pytest.approx(1.1 * step / 2, rel=0.001)
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fills_its_gpu(recipe: Path):
     """By its header, which `python docs/memory.py` traces."""
