@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict
 from PIL import Image
 
 import vlmrm
-from tests.runs import SHORT, assert_equal_weights, colour_pairs, logged
+from tests.runs import SHORT, assert_equal_weights, colour_pairs, logged, words
 from vlmrm import RewardConfig, RewardTrainer, evaluate, load_scorer, train
 from vlmrm.errors import ConfigError, DataError
 
@@ -57,9 +57,7 @@ def test_objects_functions_and_command_train_bit_identically(folder, tiny_checkp
     result = trainer.train()
     keys = {"model_name_or_path": tiny_checkpoint, **TWO_STEPS}
     train(keys, dataset_path=dataset, output_dir="mapping")
-    from_file = train(
-        [*(f"--{k}={v}" for k, v in keys.items()), "--dataset_path=data/pairs.jsonl", "--output_dir=words"]
-    )
+    from_file = train([*words(**keys), "--dataset_path=data/pairs.jsonl", "--output_dir=words"])
 
     losses = [logged(Path(name, "checkpoint-2"), "loss") for name in ("object", "mapping", "words")]
     assert losses[0] == losses[1] == losses[2] and len(losses[0]) == 2

@@ -72,7 +72,6 @@ class RewardTrainingArguments(trl.RewardConfig):
         AUTO,
         "Compute layers again in the backward pass: less memory, a third more time. `auto`: none, every fourth or "
         "second, or all, by the free memory.",
-        list(CHECKPOINTING),
         **{"nargs": "?", "const": "true"},
     )
     # TRL's text-only key; conversations are measured by max_seq_length (DataArguments).
