@@ -385,24 +385,22 @@ def qualify(
     from vlmrm_robots.trajectories.pictures import draw_lines
 
     files, asked = _opened(folders, "measure on"), limits or Limits()
-    if not of.is_classifier(scorer):
-        from vlmrm_robots.trajectories.reward_models import open_prefix_scorer
-
-        if output_checkpoint or image_size:
-            raise ConfigError(f"{scorer} is no classifier of frames: leave out output_checkpoint and image_size.")
-        shown: Any = {"task": task, "image_key": image_key, "every": every}
-        found = of.qualify_scorer(open_prefix_scorer(scorer), scorer, files, asked, threshold, **shown)
-    else:
-        if task or image_key or every != 1:
-            raise ConfigError(
-                f"{scorer} is a classifier, of frames of its own cameras: leave out task, image_key, every."
-            )
+    classifier = of.is_classifier(scorer)
+    if (task or image_key or every > 1) if classifier else (output_checkpoint or image_size):
+        names = "task, image_key and every" if classifier else "output_checkpoint and image_size"
+        raise ConfigError(f"{scorer} is {'a' if classifier else 'no'} classifier of frames: leave out {names}.")
+    if classifier:
         if threshold is not None and not 0 < threshold < 1:
             raise ConfigError(f"threshold is {threshold}: it is a share between 0 and 1.")
         loaded = load_classifier(scorer, image_size=image_size)
         found = of.qualify_classifier(loaded, files, asked, threshold)
         if output_checkpoint is not None:
             of.record(found, loaded, output_checkpoint)
+    else:
+        from vlmrm_robots.trajectories.reward_models import open_prefix_scorer
+
+        shown: Any = {"task": task, "image_key": image_key, "every": every}
+        found = of.qualify_scorer(open_prefix_scorer(scorer), scorer, files, asked, threshold, **shown)
     if output is not None:
         of.write_evaluation(found, output)
     if worst is not None:

@@ -325,15 +325,13 @@ def _doubts_of_fires(measured: Mapping[str, float], limits: Limits) -> Iterator[
 def in_words(measured: Mapping[str, float], threshold: float) -> str:
     """Return `figures` in three lines, with the threshold on the scale that users see."""
     shown = {name: "unknown" if np.isnan(value) else f"{value:.4f}" for name, value in measured.items()}
-    counts = {
-        name: f"{measured[f'{name}_fires']:.0f} of {measured[f'{of}_episodes']:.0f}" for name, of in FIRES.items()
-    }
     return (
         f"  AUC {shown['auc']}, at the same step in the same scenery {shown['same_step_auc']}, just before a success "
         f"{shown['before_success_auc']}\n"
         f"  above {threshold:.4g}: precision {shown['precision']}, recall {shown['recall']} (at least "
         f"{shown['recall_low']}), false positives {shown['false_positive_rate']} (at most "
         f"{shown['false_positive_rate_high']}); {measured['ignored_frames']:.0f} near a success do not count\n"
-        f"  it fires in {counts['false']} episodes that fail, and in at most {measured['false_fires_high']:.0%} of "
-        f"all such; in {counts['early']} that succeed, beside it, and in at most {measured['early_fires_high']:.0%}"
+        f"  it fires in {measured['false_fires']:.0f} of {measured['failed_episodes']:.0f} episodes that fail, at most "
+        f"{measured['false_fires_high']:.0%} of all such; in {measured['early_fires']:.0f} of "
+        f"{measured['successful_episodes']:.0f} that succeed, apart from it, at most {measured['early_fires_high']:.0%}"
     )
