@@ -331,7 +331,7 @@ def in_words(measured: Mapping[str, float], threshold: float) -> str:
         f"  above {threshold:.4g}: precision {shown['precision']}, recall {shown['recall']} (at least "
         f"{shown['recall_low']}), false positives {shown['false_positive_rate']} (at most "
         f"{shown['false_positive_rate_high']}); {measured['ignored_frames']:.0f} near a success do not count\n"
-        f"  it fires in {measured['false_fires']:.0f} of {measured['failed_episodes']:.0f} episodes that fail, at most "
-        f"{measured['false_fires_high']:.0%} of all such; in {measured['early_fires']:.0f} of "
-        f"{measured['successful_episodes']:.0f} that succeed, apart from it, at most {measured['early_fires_high']:.0%}"
+        f"  it fires in {measured['false_fires']:.0f} of {measured['failed_episodes']:.0f} episodes that fail, at "
+        f"most {measured['false_fires_high']:.0%} of all such; in {measured['early_fires']:.0f} of "
+        f"{measured['successful_episodes']:.0f} that succeed, beside it, at most {measured['early_fires_high']:.0%}"
     )
