@@ -67,16 +67,11 @@ def constant(model):
     torch.nn.init.zeros_(model.head.weight)
 
 
-def inverted(model):
-    model.head.weight.neg_()
-    model.head.bias.neg_()
-
-
 def eager(model):
     model.head.bias.add_(30.0)
 
 
-@pytest.mark.parametrize("plant", [constant, inverted, eager])
+@pytest.mark.parametrize("plant", [constant, eager])
 def test_planted_classifiers_without_use_do_not_qualify(plant, classifier, tmp_path):
     loaded = load_classifier(classifier, device="cpu")
     plant(loaded.model)
@@ -130,13 +125,13 @@ SCORERS = """
 import numpy as np
 
 def brightest(task, pictures):
-    return [float(np.asarray(picture).max(axis=-1)[:].mean()) for picture in pictures]
+    return [float(np.asarray(picture).mean()) for picture in pictures]
 
 def clock(task, pictures):
     return range(len(pictures))
 
 def short(task, pictures):
-    return [1.0]
+    return [1]
 """
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from vlmrm.logs import say
-from vlmrm_robots.frames.qualification import HeldOut, Verdict, qualify
+from vlmrm_robots.frames.qualification import HeldOut, qualify
 from vlmrm_robots.frames.settings import Limits
 
 FRAMES, SIZES = 40, (5, 8, 12, 20, 40)
@@ -78,13 +78,10 @@ def planted(
     return HeldOut(np.concatenate(scores), np.concatenate(labels), owners, np.tile(steps, len(scores)), sceneries)
 
 
-def verdicts(score: Score, successes: int, failures: int, draws: int, late: int = 0) -> list[Verdict]:
-    return [qualify(planted(score, successes, failures, seed, late=late), Limits()) for seed in range(draws)]
-
-
 def share(score: Score, successes: int, failures: int, draws: int, late: int = 0) -> float:
     """Return the share of draws in which a scorer qualifies."""
-    return float(np.mean([one.reason is None for one in verdicts(score, successes, failures, draws, late)]))
+    drawn = (planted(score, successes, failures, seed, late=late) for seed in range(draws))
+    return float(np.mean([qualify(held_out, Limits()).reason is None for held_out in drawn]))
 
 
 if __name__ == "__main__":
