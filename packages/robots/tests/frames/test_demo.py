@@ -1,4 +1,4 @@
-"""`vlmrm frames demo` around a classifier that is there already: it collects, measures on other episodes and rewards."""
+"""`vlmrm frames demo` around a classifier that is there already: it collects, measures it and rewards."""
 
 from __future__ import annotations
 
