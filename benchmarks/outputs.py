@@ -1,9 +1,9 @@
 """A laboratory of named outputs: procedural pictures whose true reward is known, and one tiny model for all of it.
 
 A picture is a disc: its size, its hue, and the light around it. One training has ratings of single pictures in three
-dimensions (three raters with noise, three in ten missing), pairs that a criterion in the prompt decides, solutions of
-three steps that describe a picture rightly or wrongly, and episodes in which the disc grows, with rewinds. Figures are
-on new ones.
+dimensions (with noise, three in ten missing), pairs that a criterion in the prompt decides, solutions of three steps
+that describe a picture rightly or wrongly, and episodes in which the disc grows, with rewinds. Figures are on new
+ones.
 """
 
 from __future__ import annotations
@@ -43,10 +43,9 @@ OUTPUTS = {
 }
 TRUE = {"light": ("dark", "bright"), "size": ("small", "large"), "hue": ("red", "yellow")}
 CRITERIA = {"light": "The brighter picture is better.", "size": "The larger disc is better."}
-STEPS, FRAMES, STEPS_OF_TRAINING, OF_CRITIQUES = 3, 5, 500, 100
-ROWS = 2000  # of each kind, which a training sees once
-NEW = {"ratings": 2000, "pairs": 300, "steps": 300, "episodes": 150}  # a correlation of 2000 is known to 0.022
-RATERS, NOISE, MISSING = 3, 0.25, 0.3  # of a picture, their standard deviation, and the share that is left out
+STEPS, FRAMES, STEPS_OF_TRAINING, OF_CRITIQUES = 3, 5, 1200, 100
+SINGLES = 2000  # pictures that are rated anew: a correlation of 2000 is known to 0.022
+NOISE, MISSING = 0.25, 0.3  # of ratings: a standard deviation of raters, and the share that is left out
 
 Rows = list[dict[str, Any]]
 
@@ -60,8 +59,8 @@ def picture(file: Path, light: float, size: float, hue: float) -> str:
     return file.name
 
 
-def write_data(folder: Path, rng: np.random.Generator, counts: Mapping[str, int], noise: float) -> dict[str, Path]:
-    """Write so many rows of each kind, and return their files."""
+def write_data(folder: Path, rng: np.random.Generator, count: int, singles: int, noise: float) -> dict[str, Path]:
+    """Write `count` rows of each kind, of ratings `singles`, and return their files."""
     folder.mkdir(parents=True)
     number = itertools.count()
 
@@ -78,15 +77,14 @@ def write_data(folder: Path, rng: np.random.Generator, counts: Mapping[str, int]
     files = {}
     for name, make in kinds.items():
         files[name] = folder / f"{name}.jsonl"
-        rows: Rows = [make() for _ in range(counts[name])]
+        rows: Rows = [make() for _ in range(singles if name == "ratings" else count)]
         files[name].write_text("".join(json.dumps(one) + "\n" for one in rows))
     return files
 
 
 def _rated(new: Callable[..., Any], rng: np.random.Generator, noise: float) -> dict[str, Any]:
     image, values = new()
-    raters = RATERS if noise else 1
-    rated = {it: np.clip(1 + 4 * value + rng.normal(0, noise, raters), 1, 5).tolist() for it, value in values.items()}
+    rated = {name: float(np.clip(1 + 4 * value + rng.normal(0, noise), 1, 5)) for name, value in values.items()}
     kept = {name: it for name, it in rated.items() if not noise or rng.random() >= MISSING or name == "light"}
     return {"prompt": "Draw a disc.", "response_image": image, **kept}
 
@@ -123,25 +121,29 @@ def _episode(new: Callable[..., Any], rng: np.random.Generator) -> dict[str, Any
 
 def one_seed(folder: Path, seed: int, quick: bool) -> dict[str, float]:
     """Train the model of a seed, and return its figures."""
+    count = 24 if quick else 700
     rng = np.random.default_rng(seed)
     trained, held_out = (
-        write_data(folder / it, rng, dict.fromkeys(counts, 24) if quick else counts, noise)
-        for it, counts, noise in (("train", dict.fromkeys(NEW, ROWS), NOISE), ("new", NEW, 0.0))
+        write_data(folder / it, rng, n, singles, noise)
+        for it, n, singles, noise in (
+            ("train", count, count, NOISE),
+            ("new", 24 if quick else 300, 24 if quick else SINGLES, 0.0),
+        )
     )
     base = make_tiny(folder / "base")
 
-    def trained_on(data: Sequence[Path], steps: int, batch: int, **keys: Any) -> Any:
+    def trained_on(data: Sequence[Path], steps: int, **keys: Any) -> Any:
         steps = 4 if quick else steps
-        keys |= {"max_steps": steps, "warmup_steps": steps // 12, "seed": seed, "per_device_train_batch_size": batch}
-        keys |= {"learning_rate": 2e-3, "lr_scheduler_type": "cosine"}
+        keys |= {"max_steps": steps, "warmup_steps": steps // 12, "seed": seed}
+        keys |= {"per_device_train_batch_size": 16, "learning_rate": 1e-3, "lr_scheduler_type": "cosine"}
         result = train(runs.training_words(base, data, folder / f"out{len([*folder.iterdir()])}", **keys))
         return load_scorer(result.model_dir, dtype="float32")
 
     kinds = [f"{name}={kind}" for name, kind in OUTPUTS.items()]
-    scorer = trained_on([*trained.values()], STEPS_OF_TRAINING, 16, outputs=kinds)
+    scorer = trained_on([*trained.values()], STEPS_OF_TRAINING, outputs=kinds)
     scored = {name: Scored.of(scorer, file) for name, file in held_out.items()}
     alone, beside = (
-        pair_accuracy(trained_on([trained["pairs"]], OF_CRITIQUES, 8, critique_weight=weight), held_out["pairs"])
+        pair_accuracy(trained_on([trained["pairs"]], OF_CRITIQUES, critique_weight=weight), held_out["pairs"])
         for weight in (0.0, 0.3)
     )
     ratings = scored["ratings"].figures
