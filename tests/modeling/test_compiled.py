@@ -2,52 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch._dynamo.utils import counters
+from torch.nn.functional import logsigmoid
 
-from benchmarks.shapes import Pair, configuration, reward_model, training
+from tests.batching.test_shared import in_type
+from tests.families.cases import CASES
+from tests.families.table import FAMILIES
+from vlmrm.modeling import batcher_for
 from vlmrm.modeling.compiled import compile_blocks
+from vlmrm.rendering import Renderer
 
-# Batches of different layouts: pairs with tokens of image, prompt and answers.
-BATCHES = [[Pair(16, 10, 5, 7)] * 2, [Pair(36, 12, 9, 4), Pair(16, 3, 8, 30)], [Pair(64, 33, 21, 17)] * 3]
+BATCHES = ("irrelevant branches", "turns", "two images")  # of different layouts, all of several images
 ADAPTERS = LoraConfig(target_modules=r".*language_model.*_proj", init_lora_weights=False)  # none of them zero
 
 
-def scores_and_gradients(model, batcher, work) -> tuple[torch.Tensor, torch.Tensor]:
+def prepared(model_type: str, dtype: torch.dtype) -> tuple[Any, list[Any]]:
+    family = next(it for it in FAMILIES if it.model_type == model_type)
+    processor = family.make_processor()
+    model = family.make_model(processor).to(dtype)
+    batcher, renderer = batcher_for(model, processor, "shared"), Renderer(processor)
+    return model, [in_type(batcher([renderer.render(it) for it in CASES[name]]), dtype) for name in BATCHES]
+
+
+def scores_and_gradients(model: Any, batch: Any) -> list[torch.Tensor]:
     model.zero_grad()
-    scores = model(**batcher(work.conversations)).logits.squeeze(-1)
-    work.loss(scores).backward()
-    return scores.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    scores = model(**batch).logits.squeeze(-1)
+    (-logsigmoid(scores.diff()).mean()).backward()
+    return [scores.detach(), *(weight.grad.clone() for weight in model.parameters() if weight.grad is not None)]
 
 
 @pytest.mark.parametrize(
-    ("size", "lora", "backend"),
+    ("model_type", "dtype", "lora", "backend"),
     [
-        ("tiny", False, "aot_eager"),
-        ("tiny", True, "eager"),
-        ("windows_tiny", True, "eager"),
-        ("state_tiny", False, "eager"),
+        ("qwen2_5_vl", torch.float64, False, "aot_eager"),  # also the graphs of backward
+        ("qwen3_5", torch.float64, False, "eager"),  # layers with a state
+        ("qwen2_5_vl", torch.bfloat16, True, "eager"),
+        ("gemma3", torch.bfloat16, True, "eager"),
+        *((name, torch.float64, False, "eager") for name in ("qwen3_vl", "internvl", "llama4", "smolvlm", "glm4v")),
     ],
 )
-def test_compiled_blocks_change_no_score_and_no_gradient(size, lora, backend):
-    config = configuration(size, image=16)
-    model, batcher = reward_model(config, dtype=torch.float64)
-    pairs = BATCHES if size != "windows_tiny" else [[replace(pair, image=16) for pair in row] for row in BATCHES]
-    works = [training(config, row, irrelevant=False, seed=seed) for seed, row in enumerate(pairs)]
-    if size != "state_tiny":
-        model.activation_checkpointing_enable({"use_reentrant": False})
+def test_compiled_blocks_change_no_score_and_no_gradient(model_type, dtype, lora, backend):
+    model, batches = prepared(model_type, dtype)
+    model.activation_checkpointing_enable({"use_reentrant": False})
     trained = (get_peft_model(model, ADAPTERS) if lora else model).train()
-    plain = [scores_and_gradients(trained, batcher, work) for work in works]
+    plain = [scores_and_gradients(trained, batch) for batch in batches]
+    torch.compiler.reset()
     compile_blocks(model, backend)
 
     graphs = []
-    for work, (scores, gradients) in zip(works, plain, strict=True):
-        compiled = scores_and_gradients(trained, batcher, work)
-        torch.testing.assert_close(compiled, (scores, gradients), rtol=1e-12, atol=1e-12)
+    tolerance = 1e-12 if dtype == torch.float64 else 0
+    for batch, expected in zip(batches, plain, strict=True):
+        torch.testing.assert_close(scores_and_gradients(trained, batch), expected, rtol=tolerance, atol=tolerance)
         graphs.append(counters["stats"]["unique_graphs"])
 
     assert 0 < graphs[1] == graphs[2]  # the third batch has a layout of its own, and no graph

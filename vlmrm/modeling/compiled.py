@@ -36,7 +36,8 @@ def compile_blocks(model: RewardModel, backend: str | Callable[..., Any] = "indu
 
     The last layer is left as it is: its feed-forward part is computed for a row's ends alone, by the layout.
     """
-    _keep_attention_outside()
+    for name in (*SHARED.values(), *SEGMENTS.values()):
+        AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))
     settings: Any = dynamo
     settings.recompile_limit = GRAPHS
     settings.optimize_ddp = False  # it would cut graphs of one block for its buckets
@@ -59,9 +60,3 @@ def _compiled(kind: type[Any], backend: str | Callable[..., Any]) -> type[Any]:
     options: dict[str, Any] = {"options": {"emulate_precision_casts": True}} if backend == "inductor" else {}
     forward = torch.compile(inspect.unwrap(kind.forward), dynamic=True, backend=backend, **options)
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-
-
-@cache
-def _keep_attention_outside() -> None:
-    for name in (*SHARED.values(), *SEGMENTS.values()):
-        AttentionInterface.register(name, torch.compiler.disable(AttentionInterface()[name]))
