@@ -1,6 +1,9 @@
 """Forward and backward of one training step with an irrelevant pair: the naive way over ours, in CPU seconds.
 
 `bound` is the ratio of the two ways' operations (benchmarks/flops.py). Inputs are made before the clock starts.
+
+`block_bytes` is what the operators of blocks move that are no matrix product, compiled over eager, in bfloat16 without
+checkpointing; `step_launches` the kernels of the whole step, with a fused group as one (benchmarks/blocks.py).
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks import harness
+from benchmarks.blocks import blocks
 from benchmarks.contest import Contest
 from benchmarks.harness import Row, row
 from benchmarks.naive import NaiveRewardModel, padded
@@ -33,6 +37,7 @@ CASES = {
 MEMORY = ("h512", [Pair(256, 64, 64, 64)] * 2)
 QUICK = [Pair(4, 6, 5, 3), Pair(4, 4, 2, 7)]
 MEMORY_RATIO = 0.42
+BLOCK_BYTES, STEP_LAUNCHES = 0.45, 0.5
 ROUNDS = 5
 
 
@@ -44,6 +49,12 @@ def measure(options: argparse.Namespace) -> list[Row]:
     size, pairs = ("tiny", QUICK) if options.quick else MEMORY
     shared, naive = (harness.in_new_process(memory, way, size, pairs) for way in ("ours", "naive"))
     rows.append(row("h512_memory", shared / naive, "x naive", at_most=MEMORY_RATIO, our_mb=shared, naive_mb=naive))
+    costs = harness.in_new_process(blocks, size, pairs)
+    spared = {name: getattr(costs["eager"], name) - getattr(costs["compiled"], name) for name in ("moved", "kernels")}
+    eager = costs["eager"].moved
+    rows.append(row("block_bytes", 1 - spared["moved"] / eager, "x eager", at_most=BLOCK_BYTES, eager_mb=eager / 1e6))
+    eager = costs["step"].kernels
+    rows.append(row("step_launches", 1 - spared["kernels"] / eager, "x eager", at_most=STEP_LAUNCHES, eager=eager))
     return rows
 
 
