@@ -206,10 +206,10 @@ def prefixes(rounds: int, size: str, frames: int) -> Row:
     items = scorer.rendered(prefixes_of(TASK, episode))
 
     def in_one() -> list[Any]:
-        return scorer.score_rendered(items)
+        return scorer.engine.score(items)
 
     def one_by_one() -> list[Any]:
-        return [score for item in items for score in scorer.score_rendered([item])]
+        return [score for item in items for score in scorer.engine.score([item])]
 
     difference = np.abs(np.subtract(in_one(), one_by_one())).max()
     if not difference <= 1e-4:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -12,7 +13,7 @@ from tests.runs import colour_lists, colour_pairs, text_pairs
 from vlmrm.batching import ComparisonCollator, PaddedBatcher
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.comparisons import load_comparisons
-from vlmrm.engine import Engine
+from vlmrm.engine import Engine, rendered_each, workers_beside
 from vlmrm.errors import CheckpointError, MediaError, RowError, ScoreError
 from vlmrm.evaluation.evaluate import evaluate
 from vlmrm.measures.interventions import INTERVENTIONS, response_only
@@ -81,9 +82,10 @@ def test_scores_keep_order_and_value_under_any_budget(engine, renderer, rows, bu
     for seed in range(3):
         order = random.Random(seed).sample(range(len(expected)), len(expected))
         work = engine(max_tokens_per_batch=budget)
-        assert work.score([conversations[i] for i in order], renderer.render) == [expected[i] for i in order]
+        items = rendered_each([conversations[i] for i in order], renderer.render)
+        assert work.score(items) == [expected[i] for i in order]
         assert sum(work.model.forwards) == len(expected) and 0 < max(work.model.forwards) <= most
-    assert engine().score([], renderer.render) == []
+    assert engine().score([]) == []
 
 
 def test_logits_have_a_gradient_and_scores_need_none(engine, renderer, rows):
@@ -102,9 +104,20 @@ def test_an_unrenderable_item_gets_its_error_alone(engine, renderer, rows):
         return renderer.render(conversation, cache)
 
     first, second = conversations_of(rows)[:2]
-    outcomes = engine(max_tokens_per_batch=1).score([None, first, None, second], render)
+    outcomes = engine(max_tokens_per_batch=1).score(rendered_each([None, first, None, second], render))
     assert [type(outcome) for outcome in outcomes] == [MediaError, float, MediaError, float]
     assert outcomes[1::2] == [score_of(renderer.render(conversation)) for conversation in (first, second)]
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "free", "expected"),
+    [("cuda", 16, 16, 4), ("cuda", 4, 16, 3), ("cuda", 1, 16, 0), ("cuda", 16, 1, 0), ("cpu", 16, 16, 0)],
+)
+def test_rows_are_prepared_beside_a_gpu(monkeypatch, device, cores, free, expected):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    monkeypatch.setattr("vlmrm.engine.disk_usage", lambda folder: SimpleNamespace(free=free * 2**30))
+    assert workers_beside(torch.device(device)) == expected
+    assert workers_beside(torch.device(device), 7) == 7
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -134,7 +147,7 @@ def test_a_nonfinite_score_has_one_sentence_everywhere(engine, renderer, rows, t
     bad = score_of(renderer.render(rows[1]["comparison"].conversations()[1]))
     work = engine([bad], max_tokens_per_batch=100)
 
-    scores = work.score(conversations, renderer.render)
+    scores = work.score(rendered_each(conversations, renderer.render))
     assert [number for number, score in enumerate(scores) if isinstance(score, RowError)] == [3]
     assert isinstance(scores[3], ScoreError) and scores[3].reason == SENTENCE
 

@@ -5,9 +5,11 @@ Every score that anybody is given comes from here, and is checked to be finite. 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from shutil import disk_usage
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -82,15 +84,7 @@ class Engine:
         return self.collator.outputs
 
     @torch.inference_mode()
-    def score(self, items: Sequence[Item], render: Render[Item]) -> list[float | RowError]:
-        """Return the raw score of each item in order, or its error; a bad item does not stop the rest.
-
-        `render` turns an item into tokens; its second argument is a cache of media that items share.
-        """
-        return self.score_rendered(rendered_each(items, render))
-
-    @torch.inference_mode()
-    def score_rendered(self, items: Sequence[Rendered | RowError]) -> list[float | RowError]:
+    def score(self, items: Sequence[Rendered | RowError]) -> list[float | RowError]:
         """Return the raw score of each rendered item in order, or its error."""
         return [item if isinstance(item, RowError) else self.outputs.number(item) for item in self.outputs_of(items)]
 
@@ -146,10 +140,26 @@ class Engine:
         return [checked(row) for row in rows.values()]
 
 
+def workers_beside(device: Any, asked: int | None = None) -> int:
+    """Return how many processes prepare rows for a model: those asked for, else up to four beside a GPU.
+
+    None beside a CPU, and where the shared memory that rows come through is small: containers have 64 MiB by default.
+    """
+    if asked is not None:
+        return asked
+    if device.type != "cuda" or disk_usage("/dev/shm").free < 8 * 2**30:
+        return 0
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(min(cores - 1, 4), 0)
+
+
 def rendered_each(
     items: Sequence[Item], render: Render[Item], media: Mapping[str, ProcessedMedia] | None = None
 ) -> list[Rendered | RowError]:
-    """Return each item as tokens, or its error; `render` is that of `Engine.score`, `media` what is processed."""
+    """Return each item as tokens, or its error; a bad item does not stop the rest.
+
+    `render` turns an item into tokens; its second argument is a cache of media that items share, with `media` in it.
+    """
     cache = dict(media or {})
     rendered: list[Rendered | RowError] = []
     for item in items:

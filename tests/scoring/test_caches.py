@@ -12,6 +12,7 @@ from PIL import Image
 
 from tests.batching.test_shared import CASES
 from vlmrm import load_scorer
+from vlmrm.batching.caches import usual_limit
 from vlmrm.errors import ConfigError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.modeling.tiny import make_tiny_reward_model
@@ -130,6 +131,14 @@ def test_everything_kept_stays_within_the_byte_budget(folders):
         with counted(scorer) as counts:
             scorer.score([conversation(png(seed), "three")])
         assert counts["images"] == images
+
+
+@pytest.mark.parametrize(("free", "host", "kept"), [(40, 800, 10), (40, 32, 4), (3, 800, 1)])
+def test_the_usual_limit_follows_the_memory_of_the_gpu(folders, monkeypatch, free, host, kept):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free * 2**30, 99 * 2**30))
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": 2**12, "SC_PHYS_PAGES": host * 2**18}.get)
+    assert usual_limit(torch.device("cuda")) == kept * 2**30
+    assert usual_limit(torch.device("cpu")) == open_scorer(folders["qwen3_vl"], cache_bytes=None).cache.limit == 2**30
 
 
 @pytest.mark.parametrize(

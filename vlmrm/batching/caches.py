@@ -5,6 +5,7 @@ All are named by content, so a name never means another value; a budget of bytes
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -19,6 +20,16 @@ from vlmrm.rendering import ProcessedMedia, Rendered
 Name = tuple[str, str]  # the kind of a value, and the digest of its content
 
 
+def usual_limit(device: torch.device) -> int:
+    """Return the bytes to keep beside a model: a quarter of what its GPU has free, at least 1 GiB.
+
+    Processed media are in the host's memory: an eighth of that is the most.
+    """
+    free, _ = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, 0)
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(2**30, min(free // 4, host // 8))
+
+
 class ByteCache:
     """Values by name with at most `limit` bytes of tensors; the least recently used go first. Threads may share it."""
 
@@ -27,9 +38,6 @@ class ByteCache:
         self.size = 0
         self._values: OrderedDict[Name, tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def get(self, name: Name) -> Any:
         """Return the value of this name; None where there is none."""

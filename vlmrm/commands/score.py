@@ -61,7 +61,7 @@ def score(
         columns: Columns that have other names in the data, as NAME=COLUMN (images=file_name prompt=query).
         shard_rows: Rows in a shard. Default: 4096.
         batch_rows: Rows read at a time. Default: 32.
-        num_workers: Processes that open images ahead of the model. Default: none.
+        num_workers: Processes that open images ahead of the model. Default: up to four beside a GPU, else none.
         max_tokens_per_batch: Tokens computed at once; lower it when memory runs out. Default: 16384.
         ray_workers: Score on a Ray cluster with so many workers.
         device: Default: the GPU where there is one.

@@ -123,7 +123,7 @@ class EvaluationArguments(ComputeArguments):
         "Save the scale of the scores with the best checkpoint, in its `reward_model.json`; nothing "
         "else of it changes.",
     )
-    dataloader_num_workers: int = key(0, "Processes that open and process images.")
+    dataloader_num_workers: int | None = key(None, "Processes that open images. Default: up to four beside a GPU.")
     trust_remote_code: bool = key(False, "Run code that comes with the checkpoint.")
 
     def __post_init__(self):

@@ -14,7 +14,7 @@ import yaml
 from accelerate import PartialState
 
 from vlmrm.data.arguments import DataArguments
-from vlmrm.engine import ScoredRow
+from vlmrm.engine import ScoredRow, workers_beside
 from vlmrm.errors import ConfigError
 from vlmrm.evaluation.arguments import EvaluationArguments
 from vlmrm.evaluation.schema import Origin, Row
@@ -44,6 +44,11 @@ class SweepRun:
     closed: list[Any] = field(default_factory=list)  # the last checkpoint, which the next of its training takes over
     warnings: set[tuple[str, str]] = field(default_factory=set)  # limits that have been logged, with their reason
 
+    @property
+    def workers(self) -> int:
+        """The processes that prepare rows ahead of a scorer."""
+        return workers_beside(self.processes.device, self.args.dataloader_num_workers)
+
     def store(self, processor: Any, limits: MediaLimits) -> MediaStore:
         """Return the store of processed images, which checkpoints with an equal processor and limits share."""
         name = f"{processor.image_processor.to_json_string()} {limits}"
@@ -51,7 +56,7 @@ class SweepRun:
         left = IMAGES_LIMIT // self.processes.num_processes - sum(
             file.stat().st_size for file in self.images.iterdir()
         )
-        return MediaStore(self.images, left // max(self.args.dataloader_num_workers, 1), name)
+        return MediaStore(self.images, left // max(self.workers, 1), name)
 
 
 class OpenEntry(Protocol):

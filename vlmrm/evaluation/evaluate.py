@@ -165,7 +165,7 @@ def measure(
         scorer,
         data.dataset,
         batch_size=args.eval_batch_size,
-        num_workers=args.dataloader_num_workers,
+        num_workers=run.workers,
         rank=processes.process_index,
         ranks=processes.num_processes,
         cluster_by=definition.cluster_by,

@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader
 from PIL import Image
 
 from vlmrm.batching import ComparisonCollator
-from vlmrm.engine import Engine
+from vlmrm.engine import Engine, rendered_each
 from vlmrm.errors import CheckpointError, RowError
 from vlmrm.files import require_new_folder
 from vlmrm.formats.openai import read_conversation
@@ -114,7 +114,7 @@ def _pinned(model: Any, processor: Any) -> dict[str, Any]:
     renderer, batcher = Renderer(processor), batcher_for(model, processor, "reference")
     longest = sequence_limit(model.config, None)
     engine = Engine(model.eval(), ComparisonCollator(renderer, batcher, max_seq_length=longest))
-    [score] = engine.score([read_conversation(messages)], renderer.render)
+    [score] = engine.score(rendered_each([read_conversation(messages)], renderer.render))
     if isinstance(score, RowError):
         raise CheckpointError(f"the model cannot be exported, as it does not score a small image: {score.reason}.")
     return {"messages": messages, "score": score, "dtype": str(model.dtype).removeprefix("torch.")}

@@ -29,7 +29,7 @@ def load_scorer(
     trust_remote_code: bool = False,
     vision_cache_dir: str | Path | None = None,
     vision_cache_gb: float = 50.0,
-    cache_bytes: int = 0,
+    cache_bytes: int | None = 0,
     check_sight: bool = True,
     check_files: bool = True,
     reward: str | None = None,
@@ -49,7 +49,7 @@ def load_scorer(
         base_model_path: where the base model of an adapter checkpoint is now.
         vision_cache_dir: folder that keeps the vision tower's features of images.
         cache_bytes: bound on what is kept in memory between calls, so that a later answer to the same prompt costs its
-            own tokens: processed media, features of images, and prompts. 0 keeps nothing.
+            own tokens: media, features of images, and prompts. 0 keeps nothing, None a quarter of a GPU's free memory.
         check_sight: verify that the model sees, and that shared batches give exact scores.
         check_files: hash every file that the checkpoint's `COMPLETE.json` lists.
         reward: name of one reward, of a service that has several.
@@ -68,7 +68,7 @@ def load_scorer(
     for name, value in switches.items():
         if not isinstance(value, bool):  # the text "false" would count as true
             raise ConfigError(f"{name} is {value!r}: write true or false.")
-    if not isinstance(cache_bytes, int) or isinstance(cache_bytes, bool) or cache_bytes < 0:
+    if cache_bytes is not None and (type(cache_bytes) is not int or cache_bytes < 0):
         raise ConfigError(f"cache_bytes is {cache_bytes!r}: write a number of bytes, or 0 to keep nothing.")
     dtype = parse_dtype(dtype, auto=True)
     with needs("local", "scoring with a checkpoint"):

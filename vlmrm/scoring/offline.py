@@ -22,7 +22,7 @@ from vlmrm.data.arguments import DataArguments
 from vlmrm.data.columns import Columns
 from vlmrm.data.comparisons import data_fingerprint, index_rows, open_groups, reader_of
 from vlmrm.data.rows import read_answers
-from vlmrm.engine import ScoredRow
+from vlmrm.engine import ScoredRow, workers_beside
 from vlmrm.errors import ConfigError, VlmrmError
 from vlmrm.files import atomic_write, make_folder, write_json
 from vlmrm.formats import LAYOUTS_TO_SCORE
@@ -61,7 +61,7 @@ class OfflineJob:
     dtype: str = "auto"
     shard_rows: int = 4096
     batch_rows: int = 32  # read at a time
-    num_workers: int = 0  # processes that read ahead of the model
+    num_workers: int | None = None  # processes that read ahead of the model; by default `workers_beside` it
     max_tokens_per_batch: int = 16384
 
     def __post_init__(self):
@@ -130,7 +130,8 @@ class ShardScoring:
         job, size = self.job, self.job.shard_rows
         indices: Any = np.concatenate([np.arange(n * size, min((n + 1) * size, len(self.rows))) for n in numbers])
         wanted: Any = Subset(cast("Any", self.rows), indices)
-        rows = self.scorer.engine.rows(wanted, batch_size=job.batch_rows, num_workers=job.num_workers)
+        workers = workers_beside(self.scorer.model.device, job.num_workers)
+        rows = self.scorer.engine.rows(wanted, batch_size=job.batch_rows, num_workers=workers)
         rows = progress(rows, "scoring", len(indices), show=show)
         for number, scored in groupby(rows, key=lambda row: row.index // size):
             job.shards.write(number, list(scored), sorted(self.scorer.outputs.named))

@@ -94,26 +94,23 @@ class AsyncRemoteScorer:
 
     async def score_each(self, conversations: Sequence[ConversationLike]) -> list[float | RowError]:
         """Return the raw logit of each conversation, or the error of one that cannot be scored, in order."""
-        return await scores_of([[item] for item in enumerate(conversations)], self._ask, self.concurrency)
+        return await scores_of([[it] for it in conversations], self._ask, self.concurrency)
 
     async def score_outputs(self, conversations: Sequence[ConversationLike]) -> list[dict[str, float] | RowError]:
         """Return the value of each output by name for each conversation, or the error of one that has none."""
-        ask = partial(self._ask, read=_read_outputs)
-        return await scores_of([[item] for item in enumerate(conversations)], ask, self.concurrency)
+        return await scores_of(
+            [[it] for it in conversations], partial(self._ask, read=_read_outputs), self.concurrency
+        )
 
     async def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
         """Return the raw logit of each candidate of each (prompt, candidates); a group is one request."""
         conversations = conversations_of(groups)
-        counter = count()
-        numbered = [[(next(counter), conversation) for conversation in group] for group in conversations]
-        scores = await scores_of(numbered, self._ask, self.concurrency, grouped=True)
+        scores = await scores_of(conversations, self._ask, self.concurrency, grouped=True)
         return regrouped(all_scores(scores), conversations)
 
     async def score_each_group(self, groups: Sequence[Sequence[ConversationLike]]) -> list[list[float | RowError]]:
         """Return, for the answers of each prompt as conversations, the raw logit of each, or its error."""
-        counter = count()
-        numbered = [[(next(counter), conversation) for conversation in group] for group in groups]
-        return regrouped(await scores_of(numbered, self._ask, self.concurrency, grouped=True), groups)
+        return regrouped(await scores_of(groups, self._ask, self.concurrency, grouped=True), groups)
 
     async def score_prefixes(self, task: Any, frames: Sequence[Reference]) -> list[float]:
         """Return the raw logit of each prefix of an episode, as `LocalScorer.score_prefixes` does.
@@ -152,13 +149,13 @@ class AsyncRemoteScorer:
 
 
 async def scores_of(
-    groups: Sequence[Sequence[tuple[int, ConversationLike]]],
+    groups: Sequence[Sequence[ConversationLike]],
     ask: Callable[[Chunk], Coroutine[Any, Any, dict[int, Any]]],
     concurrency: int = CONCURRENCY,
     *,
     grouped: bool = False,
 ) -> list[Any]:
-    """Return the score of each numbered conversation, or its error, by the answers of `ask` to requests.
+    """Return the score of each conversation of all groups, or its error, by the answers of `ask` to requests.
 
     Requests are sent as others finish, so that a long list is not encoded all at once.
     """
@@ -283,7 +280,7 @@ class Chunk:
 
 
 def requests_of(
-    groups: Iterable[Sequence[tuple[int, ConversationLike]]], failures: dict[int, RowError], grouped: bool
+    groups: Iterable[Sequence[ConversationLike]], failures: dict[int, RowError], grouped: bool
 ) -> Iterator[Chunk]:
     """Yield requests of about `CHUNK_ITEMS` conversations or `CHUNK_BYTES`, each made when it is asked for.
 
@@ -291,9 +288,9 @@ def requests_of(
     into `failures` under its index.
     """
     media = EncodedMedia()
-    chunk = Chunk()
+    chunk, numbers = Chunk(), count()
     for group_id, group in enumerate(groups):
-        for index, conversation in group:
+        for conversation, index in zip(group, numbers, strict=False):
             try:
                 chunk.add(index, *_encode_item(conversation, media, str(group_id) if grouped else None))
             except RowError as error:

@@ -12,7 +12,7 @@ import torch
 from PIL import Image as Pillow
 
 from vlmrm.batching import ComparisonCollator, SharedBatcher
-from vlmrm.batching.caches import ByteCache, MediaCache, PrefixCache
+from vlmrm.batching.caches import ByteCache, MediaCache, PrefixCache, usual_limit
 from vlmrm.batching.media import BLANK_SIDE
 from vlmrm.conversation import Conversation, Image, Message, Reference
 from vlmrm.data.arguments import DataArguments
@@ -40,8 +40,8 @@ class LocalScorer:
         LocalScorer(load_checkpoint("outputs/mine/best")).score(conversations)
 
     Args:
-        cache_bytes: bound on what is kept in memory between calls: processed media, features of images, and what the
-            model's layers made of prompts, so that a later answer to a prompt costs its own tokens. 0 keeps nothing.
+        cache_bytes: bound on what is kept in memory between calls: media, features of images, and what layers
+            made of prompts, so that a later answer to one costs its own tokens. 0 keeps nothing; None: `usual_limit`.
         renderer: what a conversation is shown to the model as, for one that was not trained here.
     """
 
@@ -51,14 +51,14 @@ class LocalScorer:
         *,
         max_tokens_per_batch: int = 16384,
         batching: str = "shared",
-        cache_bytes: int = 0,
+        cache_bytes: int | None = 0,
         renderer: Callable[..., Renderer] = Renderer,
     ):
         self.loaded = loaded
         self.model = loaded.model.eval().requires_grad_(False)
         shown = DataArguments().as_trained(loaded.info)
-        self.cache = ByteCache(cache_bytes)
-        store = MediaCache(self.cache) if cache_bytes else None
+        self.cache = ByteCache(usual_limit(self.model.device) if cache_bytes is None else cache_bytes)
+        store = MediaCache(self.cache) if self.cache.limit else None
         options = {"by_content": store is not None, "branches": loaded.model.outputs.branches}
         self.renderer = renderer(loaded.processor, MediaLimits.of(shown), store, **options)
         collator = ComparisonCollator(
@@ -72,7 +72,7 @@ class LocalScorer:
         )
         self.engine = Engine(self.model, collator)
         self._told = False  # that prefixes are repeated
-        if cache_bytes:
+        if self.cache.limit:
             self.engine.prefixes = PrefixCache(self.cache, collator.batcher)
             self.model.vision_cache = FeatureCache(self.cache, self.model.vision_cache)
             self.score_each([PLACEHOLDER])  # a model refuses in its first forward: `prompts_kept` is known from now on
@@ -103,7 +103,7 @@ class LocalScorer:
         self, conversations: Sequence[Any], read: Callable[[Any], Conversation] = read_conversation
     ) -> list[float | RowError]:
         """Return the raw logit of each item, read as a conversation by `read`, or the error of one that has none."""
-        return self.score_rendered(self.rendered(conversations, read))
+        return self.engine.score(self.rendered(conversations, read))
 
     def rendered(
         self,
@@ -111,7 +111,7 @@ class LocalScorer:
         read: Callable[[Any], Conversation] = read_conversation,
         media: Mapping[str, ProcessedMedia] | None = None,
     ) -> list[Rendered | RowError]:
-        """Return each item as `score_rendered` takes it, without the model; another thread may score meanwhile.
+        """Return each item as `outputs_rendered` takes it, without the model; another thread may score meanwhile.
 
         `media` are processed already, by the renderer's keys.
         """
@@ -145,10 +145,6 @@ class LocalScorer:
     def outputs_rendered(self, items: Sequence[Rendered | RowError]) -> list[dict[str, float] | RowError]:
         """Return the value of each output by name for each item that `rendered` made, or its error."""
         return self.engine.outputs_of(items)
-
-    def score_rendered(self, items: Sequence[Rendered | RowError]) -> list[float | RowError]:
-        """Return the raw logit of each item that `rendered` made, or its error."""
-        return self.engine.score_rendered(items)
 
     def score_groups(self, groups: Sequence[Group]) -> list[list[float]]:
         """Return the raw logit of each candidate of each (prompt, candidates), in order."""

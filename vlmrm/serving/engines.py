@@ -32,8 +32,6 @@ from vlmrm.serving.media import conversation_of, read_npy, with_arrays, write_np
 from vlmrm.serving.preparing import MediaProcesses
 from vlmrm.settings import did_you_mean
 
-CACHE_BYTES = 2**30
-
 
 class ScorerEngine:
     """A model trained here. An item is a conversation that ends with the answer, or a sample that becomes one.
@@ -48,7 +46,7 @@ class ScorerEngine:
         *,
         custom_prompt: str = PROMPT_SLOT,
         system: Any = None,
-        cache_bytes: int = CACHE_BYTES,
+        cache_bytes: int | None = None,
         processes: int = min(4, os.cpu_count() or 1),
         output: str | None = None,
         **options: Any,
@@ -73,7 +71,7 @@ class ScorerEngine:
             "kind": "conversations",
             "model": str(options["model"]),
             "checkpoint": self.scorer.loaded.digest,
-            "cache_bytes": cache_bytes,
+            "cache_bytes": self.scorer.cache.limit,
             "prompts_kept": self.scorer.prompts_kept,
             **({} if self.scorer.outputs == ONE else {"outputs": self.scorer.outputs.described()}),
             **{name: info.get(name) for name in ("max_pixels", "chat_template_sha256")},

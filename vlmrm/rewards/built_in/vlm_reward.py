@@ -76,7 +76,7 @@ class _ServedModel:
         self.servers = connected(config, [address], settings, 120.0, token=token, silence=SILENCE)
 
     def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
-        return run(scores_of([[item] for item in enumerate(conversations)], self._ask))
+        return run(scores_of([[it] for it in conversations], self._ask))
 
     async def _ask(self, request: Chunk) -> dict[int, float | RowError]:
         answer = await self.servers.ask(ROUTE, request.content(self.reward, self.servers.endpoints[0].timeout))
