@@ -26,7 +26,7 @@ from vlmrm.batching.shared import PackedLayout, RotaryPositions, on_device
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import install_command, relies_on
 from vlmrm.modeling.families import BY_INDEX
-from vlmrm.modeling.kernels import FLASH, TORCH, along, attend, check_kernel
+from vlmrm.modeling.kernels import FLASH, TORCH, along, attend
 from vlmrm.modeling.masks import REFERENCE, MaskRule, mask_rule
 from vlmrm.modeling.reward_model import RewardModel
 
@@ -130,7 +130,6 @@ def share(model: RewardModel) -> SharedBatcher:
     """Prepare a model for shared batches, and return their batcher. Calling it again does nothing more."""
     from vlmrm.modeling.state import fork_states
 
-    check_kernel()
     if (attention := attention_of(model)) not in SHARED.values():
         use_attention(model, SHARED.get(attention, SHARED_PREFIX))
     fork_states(model)

@@ -22,15 +22,16 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 
 from vlmrm.batching.shared import PackedLayout
-from vlmrm.errors import ConfigError
+from vlmrm.libraries import relies_on
 from vlmrm.modeling.masks import MaskedSpan, MaskRule, plain_spans
 
 logger = logging.getLogger("vlmrm")
 
+relies_on(varlen_attn, "scale", "window_size")
+
 # The kernels by transformers' names for them, best first, and the modules that have them.
 FLASH = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
 TORCH = "varlen_attn"
-KEYWORDS = ("scale", "window_size")
 WIDEST_HEAD = 256  # that the kernels for half precision on CUDA take
 NARROWEST_HEAD = 16  # that FlexAttention takes
 
@@ -294,23 +295,13 @@ def attend_varlen(
         output = function(query, key, value, *lengths, softmax_scale=scaling, causal=causal, window_size=sides)
         return output[0] if isinstance(output, tuple) else output  # some releases of 3 add the softmax's sums
     # The GPU benchmark also runs beside torch 2.11, which has no such keyword and groups heads unasked.
-    asked = "enable_gqa" in _parameters(varlen_attn)
-    grouped: dict[str, Any] = {"enable_gqa": key.shape[1] != query.shape[1]} if asked else {}
+    grouped: dict[str, Any] = {"enable_gqa": key.shape[1] != query.shape[1]} if _groups_heads(varlen_attn) else {}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # not cuDNN, which plans anew for each number of tokens
         output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=sides, **grouped)
     assert isinstance(output, torch.Tensor)
     return output
 
 
-def check_kernel() -> None:
-    """Refuse a torch with a variable-length attention that lacks a keyword of `attend_varlen`."""
-    if missing := [name for name in KEYWORDS if name not in _parameters(varlen_attn)]:
-        raise ConfigError(
-            f"batching: shared needs torch 2.12 or newer, and varlen_attn of torch {torch.__version__} does not know "
-            f"{', '.join(missing)}: install a newer torch, or write batching: reference."
-        )
-
-
 @cache
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+def _groups_heads(function: Callable[..., Any]) -> bool:
+    return "enable_gqa" in inspect.signature(function).parameters
