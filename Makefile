@@ -54,9 +54,11 @@ neighbours-check: $(INSTALLED)  ## drive those that CI has, and fail where the t
 	OMP_NUM_THREADS=1 $(BIN)/python drives/neighbours/drive.py trl ms_swift verl openrlhf cosmos
 	$(BIN)/python drives/neighbours/table.py --check
 
-lint: $(INSTALLED)  ## check style and formatting
+lint: $(INSTALLED)  ## check style, formatting, and that imports point down the storeys
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	PYTHONPATH=.:packages/robots $(BIN)/lint-imports --no-cache --no-logo
+	cd packages/robots && PYTHONPATH=../..:. ../../$(BIN)/lint-imports --no-cache --no-logo
 
 format: $(INSTALLED)  ## mend style and formatting
 	$(BIN)/ruff check --fix .

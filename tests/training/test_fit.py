@@ -31,11 +31,8 @@ def fitted(tiny_checkpoint, tmp_path, monkeypatch):
         return Memory(int(BESIDE), 0, 0, activations, 0, activations)
 
     def choose(gigabytes: float, **keys) -> tuple[RunArguments, str]:
-        keys = {
-            "gradient_checkpointing": "auto",
-            "max_tokens_per_batch": "auto",
-            "per_device_train_batch_size": 2000,
-        } | keys
+        auto = dict.fromkeys(("gradient_checkpointing", "max_tokens_per_batch"), "auto")
+        keys = auto | {"per_device_train_batch_size": 2000} | keys
         run = RunArguments.parse(short_training(tiny_checkpoint, data, tmp_path / "out", **keys), "test")
         processor, dataset = load_processor(tiny_checkpoint), load_train_and_eval(run.data)[0]
         rows = survey(dataset, build_collator(run, processor), 0)

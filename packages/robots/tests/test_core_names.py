@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -27,3 +29,13 @@ def test_the_readme_names_what_is_taken_from_core():
         r"<!-- core -->\n```text\n(.*)```\n", (FOLDER / "README.md").read_text(encoding="utf-8"), re.DOTALL
     )
     assert named and named[1] == taken()
+
+
+def test_a_reward_from_frames_takes_few_modules_and_no_transformers():
+    """It goes into LeRobot's and RLinf's environments, whose transformers are others."""
+    count = "import sys; sys.modules |= dict.fromkeys(('transformers', 'accelerate', 'sklearn'))\n"
+    count += "from vlmrm_robots.frames.frame_reward import FrameReward\n"
+    count += "print(*(name for name in sys.modules if name.startswith('vlmrm')))"
+    done = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, cwd=FOLDER, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(names := done.stdout.split()) <= 20, names
