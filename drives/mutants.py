@@ -155,7 +155,7 @@ MUTANTS = (
     Mutant("vlmrm/measures/analysis.py", "(abs(centre) if gain_counts else centre)", "abs(centre)", "tests/measures"),
     Mutant("vlmrm/measures/analysis.py", "Mean(first - second, scale", "Mean(first + second, scale", "tests/measures"),
     Mutant(QUALIFIED, "proved[~half] = ", "proved[half] = ", "packages/robots/tests/frames"),
-    Mutant(QUALIFIED, "starts > start", "starts >= start - 99", "packages/robots/tests/frames"),
+    Mutant(QUALIFIED, "one.scenery == first", "one.scenery != first", "packages/robots/tests/frames"),
 )
 
 

@@ -83,17 +83,15 @@ def test_few_episodes_show_nothing(successes, failures):
 
 
 def test_each_half_is_proved_by_the_threshold_of_the_other():
-    held_out = planted(NOISY, 10, 10, 3)
+    held_out, second = planted(FALSE["random"], 10, 10, 3), np.arange(20) % 2 == 1
     played, verdict = held_out.played(5), qualify(held_out, Limits())
-    second = np.arange(20) % 2 == 1
-    chosen = [
-        choose_threshold([one for one, there in zip(played, second, strict=True) if there == half]) for half in (0, 1)
-    ]
+    chosen = [choose_threshold([played[i] for i in np.flatnonzero(second == half)]) for half in (False, True)]
     assert verdict.threshold == max(chosen) != min(chosen)
-    fires = sum(one.peak > chosen[not half] for one, half in zip(played[10:], second[10:], strict=True))
-    assert verdict.figures["false_fires"] == fires
-    success = held_out.labels == 1
-    assert verdict.figures["recall"] == pytest.approx((held_out.scores[success] > verdict.threshold).mean())
+    above = [one.scores[one.failure] > chosen[not half] for one, half in zip(played, second, strict=True)]
+    assert verdict.figures["false_positive_rate"] == pytest.approx(np.concatenate(above).mean())
+    assert verdict.figures["false_fires"] == sum(one.any() for one in above[10:])
+    recall = (held_out.scores[held_out.labels == 1] > verdict.threshold).mean()
+    assert verdict.figures["recall"] == pytest.approx(recall)
 
 
 def test_the_threshold_wins_most_successes_for_its_fires():
