@@ -88,12 +88,10 @@ def progress(row: Row) -> ParsedRow:
     prompt = question_turns(row, row[first_of(row, PROMPTS) or ""])
     images = [Image(read_reference(frame)) for frame in frames]
     answers = [Message.of("assistant", *images[: number + 1]) for number in range(len(images))]
-    known = [number for number, value in enumerate(values) if value is not None]
+    known = tuple(number for number, value in enumerate(values) if value is not None)
+    judged = (Judgement(known, tuple(values[number] for number in known), "progress"),) if known else ()
     parsed = _judged([(*prompt, answer) for answer in answers], [it or 0.0 for it in values], len(prompt), "progress")
-    if len(known) == len(values):
-        return parsed
-    judged = Judgement(tuple(known), tuple(values[number] for number in known), "progress")
-    return replace(parsed, judgements=(judged,)) if known else replace(parsed, unjudged="no frame has a progress")
+    return replace(parsed, judgements=judged, unjudged="" if known else "no frame has a progress")
 
 
 def _solution(row: Row, question: Any, texts: Sequence[str], labels: Sequence[float]) -> ParsedRow:

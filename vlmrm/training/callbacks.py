@@ -67,12 +67,6 @@ class CurvesCallback(TrainerCallback):
     """Draws loss and accuracy over steps into `output_dir/curves.png`, after each evaluation and at the end."""
 
     def on_evaluate(self, args, state, control, **kwargs):
-        self._draw(args, state)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self._draw(args, state)
-
-    def _draw(self, args, state) -> None:
         lines = sum("loss" in entry for entry in state.log_history)
         evaluations = sum("eval_loss" in entry for entry in state.log_history)
         if state.is_world_process_zero and (lines >= LEAST_LINES or evaluations >= LEAST_EVALUATIONS):
@@ -80,6 +74,8 @@ class CurvesCallback(TrainerCallback):
 
             with drawing():
                 save_png(learning_curves(state.log_history), Path(args.output_dir) / CURVES)
+
+    on_train_end = on_evaluate
 
 
 class PreemptionCallback(TrainerCallback):

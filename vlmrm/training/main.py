@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -35,6 +35,7 @@ from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
 from vlmrm.training.build import build_collator, build_model, build_trainer
 from vlmrm.training.checks import CHECKS, check_disk, check_gpus, checkpoint_bytes
 from vlmrm.training.engines import compiles
+from vlmrm.training.fit import Fit, fit
 from vlmrm.training.folder import (
     SETTINGS,
     check_base,
@@ -45,10 +46,8 @@ from vlmrm.training.folder import (
     training_settings,
 )
 from vlmrm.training.optimizer import rate_of
+from vlmrm.training.survey import Survey, check_survey, few_prompts, shared_prompts, survey
 from vlmrm.training.trainer import DROPPED_ROWS, ComparisonTrainer
-
-if TYPE_CHECKING:
-    from vlmrm.training.survey import Survey
 
 logger = logging.getLogger("vlmrm")
 
@@ -115,7 +114,6 @@ class Run:
     def open(self, make: Callable[..., Any] = ComparisonTrainer, **more: Any) -> None:
         """Open data and model, and `make` the trainer, a `ComparisonTrainer`, with them and `more`."""
         from vlmrm.modeling import lora_config
-        from vlmrm.training.fit import Fit, fit
 
         keys, args = self.model_args, self.args
         train_dataset, eval_dataset = load_train_and_eval(self.data_args)
@@ -282,8 +280,6 @@ def base_digest(model_args: ModelArguments) -> str | None:
 
 def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval_dataset: Any) -> Survey:
     """Read a sample of the rows, and refuse data of which none or too little can be used."""
-    from vlmrm.training.survey import check_survey, few_prompts, shared_prompts, survey
-
     data_args, args = arguments.data, arguments.training
     collator = build_collator(arguments, processor)
     rows = survey(train_dataset, collator, data_args.split_seed)
