@@ -215,7 +215,7 @@ def test_the_command_reports_its_data_and_classifier_worth(tmp_path, capsys):
     text, stderr = capsys.readouterr()
     assert f"{tmp_path / 'positive'}: 20 trajectories, 200 frames, 93 of them successes" in stderr
     assert "training: 24 trajectories, 240 frames, " in stderr and "; validation: 16 trajectories" in stderr
-    assert "on 160 held-out frames, " in text and "AUC 1.0000; of successes and failures" in text
+    assert "on 160 held-out frames, " in text and "AUC 1.0000, at the same step in the same scenery 1.0000" in text
     assert re.search(r"it fires in [01] of 8 episodes that fail, at most (31|47)% of all such", text)
     assert f"the classifier is {tmp_path / 'model.safetensors'}" in text
     config = read_config(tmp_path / "model.safetensors")

@@ -26,7 +26,6 @@ from vlmrm_robots.trajectories.trajectory import open_folder
 ENV = "Acrobot-v1"
 EPISODES = {"scripted": 40, "random": 25}  # without failed ones, nothing bounds how often failure is rewarded
 EPOCHS = 4
-IN_TIME: Any = {"ignore_around": 0}  # as a simulator's labels are
 ENVIRONMENTS, STEPS = 16, 200  # that are rewarded at the end
 REPORT = """
 What happened: a classifier of single frames learned when Acrobot's tip is above the line. On {new_episodes} episodes
@@ -51,10 +50,10 @@ def run_demo(output: Path, seed: int = 0) -> dict[str, Any]:
     data, new = (_episodes(output / name, number, seed) for number, name in enumerate(("data", "new_data")))
     if not checkpoint.is_file() or Path(f"{checkpoint}.training").exists():
         options: dict[str, Any] = {**data, "epochs": EPOCHS, "batch_size": 64, "lr": 3e-4, "seed": seed}
-        train_classifier(TrainSettings(output_checkpoint=checkpoint, **IN_TIME, **options))
+        train_classifier(TrainSettings(output_checkpoint=checkpoint, **options))
     loaded = load_classifier(checkpoint)
     evaluation = qualify_classifier(
-        loaded, [file for folder in new.values() for file in open_folder(folder)], Limits(**IN_TIME)
+        loaded, [file for folder in new.values() for file in open_folder(folder)], Limits()
     )
     record(evaluation, loaded, checkpoint)
     metrics = evaluation.metrics
