@@ -238,7 +238,7 @@ def test_a_missing_package_names_its_install_command(monkeypatch):
         raise AssertionError("it is looked for at once")
 
 
-@pytest.mark.parametrize(("name", "extra"), [("clip", "rewards"), ("frame_success", "frames")])
+@pytest.mark.parametrize(("name", "extra"), [("clip", "rewards"), ("frame_success", "vlm")])
 def test_a_built_in_reward_asks_for_its_extra(name, extra, monkeypatch):
     def load(path: str = "") -> NoReturn:
         raise ModuleNotFoundError("No module named 'torch'", name="torch")

@@ -63,7 +63,7 @@ def test_no_parts_and_no_recomputation_change_the_gradient(train_here, tmp_path,
 
     monkeypatch.setattr(step.TrainingStep, "__call__", exact)
     monkeypatch.setattr(main, "build_model", lambda *keys: build_model(*keys).double())
-    monkeypatch.setattr(main, "fit", lambda *of: fit.Fit(2, 150, "as the test says"))
+    monkeypatch.setattr(fit, "fit", lambda *of: fit.Fit(2, 150, "as the test says"))
     keys = {
         "optim": "sgd",
         "learning_rate": 1.0,

@@ -35,7 +35,6 @@ from vlmrm.training.arguments import RewardTrainingArguments, RunArguments
 from vlmrm.training.build import build_collator, build_model, build_trainer
 from vlmrm.training.checks import CHECKS, check_disk, check_gpus, checkpoint_bytes
 from vlmrm.training.engines import compiles
-from vlmrm.training.fit import Fit, fit
 from vlmrm.training.folder import (
     SETTINGS,
     check_base,
@@ -46,7 +45,6 @@ from vlmrm.training.folder import (
     training_settings,
 )
 from vlmrm.training.optimizer import rate_of
-from vlmrm.training.survey import Survey, check_survey, few_prompts, shared_prompts, survey
 from vlmrm.training.trainer import DROPPED_ROWS, ComparisonTrainer
 
 logger = logging.getLogger("vlmrm")
@@ -114,6 +112,8 @@ class Run:
     def open(self, make: Callable[..., Any] = ComparisonTrainer, **more: Any) -> None:
         """Open data and model, and `make` the trainer, a `ComparisonTrainer`, with them and `more`."""
         from vlmrm.modeling import lora_config
+        from vlmrm.training.fit import Fit, fit
+        from vlmrm.training.survey import check_data
 
         keys, args = self.model_args, self.args
         train_dataset, eval_dataset = load_train_and_eval(self.data_args)
@@ -276,41 +276,6 @@ def base_digest(model_args: ModelArguments) -> str | None:
     if not model_args.use_peft:
         return None
     return weights_digest(local_folder(model_args.model_name_or_path, model_args.model_revision))
-
-
-def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval_dataset: Any) -> Survey:
-    """Read a sample of the rows, and refuse data of which none or too little can be used."""
-    data_args, args = arguments.data, arguments.training
-    collator = build_collator(arguments, processor)
-    rows = survey(train_dataset, collator, data_args.split_seed)
-    check_survey(rows, "dataset_path", args.max_dropped_share)
-    for remark in rows.remarks(args.use_irrelevant_queries):
-        logger.warning(remark)
-    size = args.train_batch_size * args.world_size
-    if args.dataloader_drop_last and rows.rows < size:
-        raise ConfigError(
-            f"dataloader_drop_last leaves out all {rows.rows} rows, which do not fill a batch of {size}: remove it, "
-            "or lower per_device_train_batch_size."
-        )
-    if eval_dataset is None or args.eval_strategy == "no":
-        return rows
-    key = "eval_dataset_path" if data_args.eval_dataset_path else f"eval_fraction {data_args.eval_fraction}"
-    held_out = survey(eval_dataset, collator, data_args.split_seed, trains=False)
-    check_survey(held_out, key, args.max_dropped_share)
-    figures, wanted = data_args.named_outputs.figures, (args.metric_for_best_model or "").removeprefix("eval_")
-    if args.load_best_model_at_end and figures and wanted not in figures and not held_out.compared:
-        raise ConfigError(
-            f"metric_for_best_model is {wanted}, of pairs, and no row of {key} has two answers that the total "
-            f"compares: choose one of {', '.join(figures)}."
-        )
-    if remark := few_prompts(held_out):
-        logger.warning(remark)
-    if data_args.eval_dataset_path and (both := shared_prompts(rows, held_out)):
-        logger.warning(
-            "%d of %d evaluation prompts are among %d of the training: vlmrm leakage says which",
-            both, held_out.looked, rows.looked,
-        )  # fmt: skip
-    return rows
 
 
 @contextmanager

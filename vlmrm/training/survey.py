@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,10 @@ from vlmrm.errors import ConfigError, MediaError, RowError, TrainingError
 from vlmrm.logs import counted
 from vlmrm.measures.analysis import CLUSTERS
 from vlmrm.outputs import ONE, Outputs
+from vlmrm.training.arguments import RunArguments
+from vlmrm.training.build import build_collator
+
+logger = logging.getLogger("vlmrm")
 
 SAMPLE = 64  # rows that a training renders before its first step
 LOOKED = 10_000  # rows whose prompts and margins are read, and that are compared with each other
@@ -188,3 +193,36 @@ def few_prompts(held_out: Survey) -> str:
         f"better checkpoint from a lucky one: raise eval_fraction or give eval_dataset_path, for {CLUSTERS} prompts "
         "or more"
     )
+
+
+def check_data(arguments: RunArguments, processor: Any, train_dataset: Any, eval_dataset: Any) -> Survey:
+    """Read a sample of the rows, and refuse data of which none or too little can be used."""
+    data_args, args = arguments.data, arguments.training
+    collator = build_collator(arguments, processor)
+    rows = survey(train_dataset, collator, data_args.split_seed)
+    check_survey(rows, "dataset_path", args.max_dropped_share)
+    for remark in rows.remarks(args.use_irrelevant_queries):
+        logger.warning(remark)
+    size = args.train_batch_size * args.world_size
+    if args.dataloader_drop_last and rows.rows < size:
+        raise ConfigError(
+            f"dataloader_drop_last leaves out all {rows.rows} rows, which do not fill a batch of {size}: remove it, "
+            "or lower per_device_train_batch_size."
+        )
+    if eval_dataset is None or args.eval_strategy == "no":
+        return rows
+    key = "eval_dataset_path" if data_args.eval_dataset_path else f"eval_fraction {data_args.eval_fraction}"
+    held_out = survey(eval_dataset, collator, data_args.split_seed, trains=False)
+    check_survey(held_out, key, args.max_dropped_share)
+    figures, wanted = data_args.named_outputs.figures, (args.metric_for_best_model or "").removeprefix("eval_")
+    if args.load_best_model_at_end and figures and wanted not in figures and not held_out.compared:
+        raise ConfigError(
+            f"metric_for_best_model is {wanted}, of pairs, and no row of {key} has two answers that the total "
+            f"compares: choose one of {', '.join(figures)}."
+        )
+    if remark := few_prompts(held_out):
+        logger.warning(remark)
+    if data_args.eval_dataset_path and (both := shared_prompts(rows, held_out)):
+        shared = f"{both} of {held_out.looked} evaluation prompts are among {rows.looked} of the training"
+        logger.warning("%s: vlmrm leakage says which", shared)
+    return rows

@@ -150,7 +150,7 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
         shares = {"all pairs": measured.accuracy, **{name: share for name, share in altered.items() if share.n}}
     base = info.get("provenance", {}).get("base_model")
     environment = templates(escape=False)  # in Markdown, texts of the data are cells of tables, which `cell` escapes
-    environment.filters["cell"] = _cell
+    environment.filters["cell"] = lambda text: " ".join(str(text).replace("|", "\\|").split())
     text = environment.get_template("card.md.jinja").render(
         metadata=_metadata(folder, base, choice, data).to_yaml(),
         name=_name(folder),
@@ -209,7 +209,3 @@ def _name(folder: Path) -> str:
     """Return the names of the training and the checkpoint, as `best` alone is ambiguous."""
     path = folder.resolve()
     return f"{path.parent.name}-{path.name}"
-
-
-def _cell(text: Any) -> str:
-    return " ".join(str(text).replace("|", "\\|").split())
