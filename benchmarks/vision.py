@@ -35,7 +35,7 @@ from vlmrm.training.trainer import ComparisonTrainer
 
 SIDE, QUICK_SIDE = 1260, 140  # pixels
 VISION_LAYERS, TEXT_LAYERS = 8, 4
-VISION_OPS, HOST_WAITS = 12_000, 3
+VISION_OPS, HOST_WAITS = 12_000, 2
 ROUNDS = 5
 
 # `item` and `is_nonzero` call the first of them.
