@@ -157,12 +157,12 @@ def test_a_disk_that_fills_spares_earlier_checkpoints(tmp_path, tiny_checkpoint)
     assert before == {path: path.read_bytes() for path in before}
 
 
-def test_running_out_of_accelerator_memory_advises_batch_size(train_here, tmp_path, monkeypatch):
+def test_running_out_of_accelerator_memory_advises_fewer_tokens(train_here, tmp_path, monkeypatch):
     import torch
 
     def no_memory(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr("vlmrm.training.step.TrainingStep.__call__", no_memory)
-    with pytest.raises(TrainingError, match="per_device_train_batch_size"):
+    with pytest.raises(TrainingError, match="max_tokens_per_batch"):
         train_here(colour_pairs(tmp_path / "data", 4))

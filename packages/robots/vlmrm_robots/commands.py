@@ -29,6 +29,7 @@ EXAMPLES = (
     "frames export data/positive data/negative --to rlinf --output rlinf_data",
     "frames show data/positive data/negative --output sheet.png",
     'frames pairs data/positive data/negative --output pairs.jsonl --task "Swing the tip above the line."',
+    'frames values data/positive data/negative --output values.jsonl --task "Swing the tip above the line."',
     'frames progress data/positive --model outputs/best --task "Swing the tip above the line." --output done.jsonl',
     f"frames label episodes --model judge.yaml --above 0.5 {FOLDERS}",
     f"frames train {FOLDERS} --output-checkpoint reward_model.pt",

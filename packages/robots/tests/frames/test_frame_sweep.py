@@ -12,6 +12,7 @@ import torch
 from robot_worlds.squares import write_squares
 
 from vlmrm import cli
+from vlmrm.errors import BelowThreshold
 from vlmrm_robots.frames.checkpoint import load_classifier
 from vlmrm_robots.frames.frame_reward import FrameScorer
 from vlmrm_robots.trajectories.trajectory import open_folder
@@ -43,7 +44,8 @@ def here(tmp_path, monkeypatch):
 def test_a_frame_classifier_is_evaluated_on_pairs(here):
     train = ["--output-checkpoint", "model.safetensors", "--image-size", 3, 32, 32, "--epochs", 8, "--lr", 1e-3]
     train += ["--hidden-dim", 16, "--num-spatial-blocks", 2, "--max-false-fires", 0.9, "--val-fraction", 0.5]
-    run("frames", "train", "--positive-dir", "positive", "--negative-dir", "negative", *train)
+    with pytest.raises(BelowThreshold, match="of which at least 6 each are needed"):
+        run("frames", "train", "--positive-dir", "positive", "--negative-dir", "negative", *train)
     run(
         "frames", "pairs", "positive", "negative", "--output", "pairs.jsonl", "--task", "Show a square.", "--frames", 4
     )

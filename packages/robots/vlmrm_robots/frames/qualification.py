@@ -267,7 +267,10 @@ def disqualification(measured: Mapping[str, float], limits: Limits) -> str | Non
             "more episodes, or hold out more)"
         )
     reasons = [*_doubts_of_sight(measured, limits), *_doubts_of_fires(measured, limits)]
-    if not measured["precision"] >= limits.min_precision:
+    if np.isnan(measured["precision"]):
+        turned = "turn its scores round" if measured["auc"] < CHANCE else "train it longer"
+        reasons.append(f"no threshold rewards more successes than it fires for nothing ({turned})")
+    elif not measured["precision"] >= limits.min_precision:
         reasons.append(
             f"its precision is {measured['precision']:.3f}, below min_precision, {limits.min_precision:g} (train it "
             "on more of what it takes for a success)"
