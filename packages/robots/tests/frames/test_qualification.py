@@ -54,7 +54,7 @@ def test_scorers_that_see_success_qualify(kind):
         ),
         ("near success", r"6 steps before a success it scores below .* raise ignore_around"),
         ("look-alikes", r"it fires in \d+ of the 20 held-out episodes that fail, so that .* max_false_fires, 50%"),
-        ("constant", r"its precision is nan, below min_precision, 0.9"),
+        ("constant", r"no threshold rewards more successes than it fires for nothing"),
     ],
 )
 def test_a_refusal_says_why_and_what_to_collect(kind, reason):
