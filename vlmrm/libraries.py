@@ -27,7 +27,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
         *("torch", "torchvision", "transformers", "tokenizers", "huggingface_hub", "accelerate", "peft"),
         *("qwen_vl_utils", "av", "safetensors", "numpy", "jinja2"),
     ),
-    "report": ("pandas", "pyarrow", "scipy", "matplotlib", "jinja2", "huggingface_hub"),
+    "report": ("pandas", "pyarrow", "scipy", "matplotlib", "jinja2"),
     "train": ("trl", "datasets", "sklearn", "tqdm", "openpyxl"),
     "deepspeed": ("deepspeed", "ninja"),
     "wandb": ("wandb",),

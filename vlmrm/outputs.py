@@ -26,6 +26,7 @@ TAKES = {
 }
 RANGED = ("rating", "ordinal")
 FIGURES = ("accuracy", "rank", "error", "auc", "first_wrong", "order")  # of an output, in logs and tables NAME_FIGURE
+COUNTS = ("pairs", "ratings")  # beside them, what they are of
 WRITTEN = re.compile(
     r"(?P<kind>\w+)(?:\s+(?P<low>-?[\d.]+)\s*-\s*(?P<high>-?[\d.]+))?(?:\s+in\s+(?P<bins>\d+))?"
     r"(?P<apart>\s+apart)?"

@@ -21,9 +21,9 @@ from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRICS
 from vlmrm.measures.outputs import TOTAL, Reference
 from vlmrm.measures.pairs import PairArrays, candidates_of, read_pairs
+from vlmrm.outputs import COUNTS
 
 # The columns that the framework's specification names.
-COUNTS = ("pairs", "ratings")  # of the figures of outputs
 FIRST = ["preference_accuracy", "average_margin", "margin_std", "sample_count"]
 
 

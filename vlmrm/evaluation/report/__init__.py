@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import vlmrm
@@ -33,7 +32,6 @@ from vlmrm.evaluation.report.sections import curve, of_outputs, sections
 from vlmrm.files import make_folder, require_own_file, write_file
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.plots import css_variables, drawing, save
-from vlmrm.modeling.manifest import read_reward_file, verify_complete, write_complete
 
 PAGE, PLOTS = "report.html", "plots"
 CARD = "README.md"
@@ -134,6 +132,8 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
         results: scored pairs of this checkpoint, possibly among others, or the results of a sweep with them.
         data: the name of the evaluation data in the card; a hub id if they have one.
     """
+    from vlmrm.modeling.manifest import read_reward_file, verify_complete, write_complete  # a report needs no torch
+
     folder = Path(model_dir)
     manifest = verify_complete(folder)
     require_own_file(folder / CARD, *CARDS)
@@ -152,7 +152,7 @@ def write_card(model_dir: str | Path, results: pd.DataFrame | str | Path, *, dat
     environment = templates(escape=False)  # in Markdown, texts of the data are cells of tables, which `cell` escapes
     environment.filters["cell"] = lambda text: " ".join(str(text).replace("|", "\\|").split())
     text = environment.get_template("card.md.jinja").render(
-        metadata=_metadata(folder, base, choice, data).to_yaml(),
+        metadata=_metadata(folder, base, choice, data),
         name=_name(folder),
         base=Path(base).name if base is not None and Path(base).exists() else base,  # a hub id, or a folder's name
         data=data,
@@ -184,8 +184,10 @@ def _find(folder: Path, measured: Sequence[Checkpoint]) -> Checkpoint:
     return matching[0]
 
 
-def _metadata(folder: Path, base: str | None, choice: Choice, data: str) -> ModelCardData:
-    """Return the metadata that the hub reads from a card, with the results."""
+def _metadata(folder: Path, base: str | None, choice: Choice, data: str) -> str:
+    """Return the metadata that the hub reads from a card, with the results, as YAML."""
+    from huggingface_hub import EvalResult, ModelCardData
+
     result = EvalResult(
         task_type="preference-evaluation",
         task_name="Preference evaluation",
@@ -202,7 +204,7 @@ def _metadata(folder: Path, base: str | None, choice: Choice, data: str) -> Mode
         tags=["reward-model", "vision-language", "vlmrm"],
         eval_results=[result],
         **base_entry,
-    )
+    ).to_yaml()
 
 
 def _name(folder: Path) -> str:

@@ -20,7 +20,6 @@ from vlmrm.evaluation.report.checkpoints import (
     percent,
     points,
 )
-from vlmrm.evaluation.results import COUNTS
 from vlmrm.measures import plots
 from vlmrm.measures.analysis import GROUP, MARGIN
 from vlmrm.measures.analysis import LEVEL as TOGETHER
@@ -28,7 +27,7 @@ from vlmrm.measures.differences import PairedTest
 from vlmrm.measures.intervals import Estimate
 from vlmrm.measures.interventions import INTERVENTIONS
 from vlmrm.measures.metrics import METRICS
-from vlmrm.outputs import FIGURES, Outputs
+from vlmrm.outputs import COUNTS, FIGURES, Outputs
 
 CATEGORIES = 40  # in one figure; the table beside it has them all
 LONG = 30  # letters of a name, more than half a page has room for
