@@ -28,6 +28,8 @@ from vlmrm.modeling.masks import MaskedSpan, MaskRule, plain_spans
 logger = logging.getLogger("vlmrm")
 
 relies_on(varlen_attn, "scale", "window_size")
+# The GPU benchmark also runs beside torch 2.11, which has no such keyword and groups heads unasked.
+GROUPS_IF_ASKED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 # The kernels by transformers' names for them, best first, and the modules that have them.
 FLASH = {"flash_attention_3": "flash_attn_interface", "flash_attention_2": "flash_attn"}
@@ -294,14 +296,8 @@ def attend_varlen(
         function: Callable[..., Any] = import_module(FLASH[kernel]).flash_attn_varlen_func
         output = function(query, key, value, *lengths, softmax_scale=scaling, causal=causal, window_size=sides)
         return output[0] if isinstance(output, tuple) else output  # some releases of 3 add the softmax's sums
-    # The GPU benchmark also runs beside torch 2.11, which has no such keyword and groups heads unasked.
-    grouped: dict[str, Any] = {"enable_gqa": key.shape[1] != query.shape[1]} if _groups_heads(varlen_attn) else {}
+    grouped: dict[str, Any] = {"enable_gqa": key.shape[1] != query.shape[1]} if GROUPS_IF_ASKED else {}
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # not cuDNN, which plans anew for each number of tokens
         output = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=sides, **grouped)
     assert isinstance(output, torch.Tensor)
     return output
-
-
-@cache
-def _groups_heads(function: Callable[..., Any]) -> bool:
-    return "enable_gqa" in inspect.signature(function).parameters

@@ -53,11 +53,12 @@ def fit(run: RunArguments, ranks: int, processor: Any, dataset: Any, rows: Surve
     if few < EASY * free:
         why = f"all but activations take {size_text(few)} of {size_text(free)} free"
         return Fit(0, MOST, f"no layer is computed twice, and at most {MOST:,} tokens and patches at once: {why}")
-    logging.disable(logging.WARNING)  # of models that are only traced
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.WARNING))  # of models that are only traced
     try:
         return fit_into(free, run, ranks, processor, dataset, rows)
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)
 
 
 def fit_into(free: float, run: RunArguments, ranks: int, processor: Any, dataset: Any, rows: Survey) -> Fit:
@@ -92,7 +93,8 @@ def fit_into(free: float, run: RunArguments, ranks: int, processor: Any, dataset
     at_once = int(sample.size * (most if parts == 1 else min(most, 1.1 * batch / parts)))
     chosen = [f"{TWICE[every]} is computed twice"] * (written == AUTO)
     chosen += [f"at most {at_once:,} tokens and patches are computed at once"] * (limit == AUTO)
-    why = f"of {size_text(free)} free all but activations take {size_text(beside)}, these {size_text(each)} a token"
+    rest = f"{size_text(each)} a token" if each < math.inf else "what cannot be traced"
+    why = f"of {size_text(free)} free all but activations take {size_text(beside)}, these {rest}"
     return Fit(every, at_once, f"{' and '.join(chosen)}: {why}")
 
 
