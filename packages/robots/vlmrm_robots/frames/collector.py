@@ -238,6 +238,19 @@ def final_state(i: int, info: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]
     return None if final is None else observation_of(i, final), info["final_info"]
 
 
+def state_after(
+    i: int, mode: AutoresetMode, ended: np.ndarray, observation: Any, info: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    """Return observation and info of the state that a step led environment `i` to; `ended` [N] are those at an end."""
+    same_step = mode is AutoresetMode.SAME_STEP  # of ended environments, it shows the next episode's start
+    return final_state(i, info) if same_step and ended[i] else (observation_of(i, observation), info)
+
+
+def with_own(info: Mapping[str, Any], **own: np.ndarray) -> dict[str, Any]:
+    """Return `info` with values [N] of a wrapper's own, present in all environments."""
+    return {**info, **own, **{f"_{name}": np.ones(len(values), dtype=bool) for name, values in own.items()}}
+
+
 def observation_of(i: int, observation: Any) -> Any:
     """Return environment `i`'s part of a batched observation."""
     if isinstance(observation, Mapping):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 
@@ -70,6 +71,11 @@ class FrameIndex:
                 other = f"{self.files[0].path} {crops[0]}"
                 raise DataError(f"{file.path} has the crop {crop} and {other}: a classifier looks at frames of one.")
         return crops[0]
+
+    @cached_property
+    def sceneries(self) -> np.ndarray:
+        """The number [E] of each file's scenery."""
+        return sceneries(self.files, self.keys[0])
 
     def images(self, numbers: Sequence[int]) -> dict[str, Tensor]:
         """Read these frames alone, uint8 [B,C,H,W] by camera."""

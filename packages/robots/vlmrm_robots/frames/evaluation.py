@@ -17,7 +17,7 @@ from vlmrm.errors import ConfigError, DataError, RowError
 from vlmrm.files import write_json
 from vlmrm_robots.frames.checkpoint import LoadedClassifier, save_classifier
 from vlmrm_robots.frames.classifier import FrameClassifier, model_input
-from vlmrm_robots.frames.dataset import FrameIndex, index_files, outline_of, sceneries
+from vlmrm_robots.frames.dataset import FrameIndex, index_files, outline_of
 from vlmrm_robots.frames.qualification import HeldOut, Verdict, in_words, qualify
 from vlmrm_robots.frames.settings import Limits
 from vlmrm_robots.trajectories.pictures import as_picture
@@ -124,17 +124,15 @@ def held_out_frames(index: FrameIndex, numbers: np.ndarray, scores: np.ndarray) 
     if wrong := np.count_nonzero(~np.isfinite(scores)):
         raise DataError(f"{wrong} of {len(scores)} frames have a score that is no finite number: check the scorer.")
     owners = index.owners[numbers]
-    scenery = sceneries(index.files, index.keys[0])[owners]
-    return HeldOut(scores, index.labels[numbers], owners, index.steps[numbers], scenery)
+    return HeldOut(scores, index.labels[numbers], owners, index.steps[numbers], index.sceneries[owners])
 
 
 def _evaluation(
     name: str, index: FrameIndex, held_out: HeldOut, verdict: Verdict, summary: str, threshold: float
 ) -> Evaluation:
-    counts = {"validation_frames": len(held_out.labels), "validation_successes": int(held_out.labels.sum())}
     captions = zip(("failures that score highest", "successes that score lowest"), verdict.worst, strict=True)
     worst = [(text, index.keys[0], [(index.files[i], t) for i, t in frames[:WORST]]) for text, frames in captions]
-    return Evaluation(name, threshold, verdict.figures | counts, verdict.reason, summary, worst)
+    return Evaluation(name, threshold, verdict.figures, verdict.reason, summary, worst)
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from torch import Tensor
 from vlmrm.errors import CheckpointError, ConfigError
 from vlmrm_robots.frames.checkpoint import LoadedClassifier, load_classifier
 from vlmrm_robots.frames.classifier import ClassifierConfig, model_input
-from vlmrm_robots.frames.collector import autoreset_mode, final_state, observation_of, reset_mask
+from vlmrm_robots.frames.collector import autoreset_mode, reset_mask, state_after, with_own
 from vlmrm_robots.frames.images import Views, as_array
 from vlmrm_robots.frames.settings import RewardModelSettings
 from vlmrm_robots.trajectories.trajectory import to_uint8
@@ -74,16 +74,12 @@ class FrameReward(VectorWrapper):
         if settings.env_reward_weight:  # not 0 times a NaN
             reward = reward + settings.env_reward_weight * as_array(env_reward).astype(np.float64)
         own = {"frame_probability": probability, "frame_reward": learned, "env_reward": np.array(as_array(env_reward))}
-        present = {f"_{name}": np.ones(self.num_envs, dtype=bool) for name in own}
-        return observation, reward, terminations, truncations, {**info, **own, **present}
+        return observation, reward, terminations, truncations, with_own(info, **own)
 
     def _images(self, observation: Any, info: Mapping[str, Any], ended: np.ndarray) -> dict[str, np.ndarray]:
         """Return the frames of the states that the step led to, uint8 [N,C,H,W] by camera."""
-        same_step = self._mode is AutoresetMode.SAME_STEP  # of ended environments, it shows the next episode's start
-        scaled = []
-        for i in range(self.num_envs):
-            state = final_state(i, info) if same_step and ended[i] else (observation_of(i, observation), info)
-            scaled.append(self._views.of(i, *state, self.num_envs))
+        states = [state_after(i, self._mode, ended, observation, info) for i in range(self.num_envs)]
+        scaled = [self._views.of(i, *state, self.num_envs) for i, state in enumerate(states)]
         return {key: np.concatenate([images[key] for images in scaled]) for key in self._views.keys}
 
 

@@ -217,7 +217,10 @@ def figures(played: Sequence[Played], threshold: float, proved: Sequence[float] 
     hits, false_hits = recall @ successes[successes > 0], rate @ failures[failures > 0]
     ordered, chance, at_best = same_step(played)
     edge = before_success(played)
+    frames = sum(len(one.scores) for one in played)
     return {
+        "validation_frames": frames,
+        "validation_successes": int(successes.sum()),
         "auc": _auc(played),
         "same_step_auc": ordered,
         "same_step_chance": chance,
@@ -231,7 +234,7 @@ def figures(played: Sequence[Played], threshold: float, proved: Sequence[float] 
         "recall_low": recall_low,
         "false_positive_rate": _share(false_hits, failures.sum()),
         "false_positive_rate_high": rate_high,
-        "ignored_frames": sum(len(one.scores) for one in played) - int(successes.sum() + failures.sum()),
+        "ignored_frames": frames - int(successes.sum() + failures.sum()),
         "successful_episodes": len(winning),
         "failing_episodes": len(rate),
         "failed_episodes": len(false),

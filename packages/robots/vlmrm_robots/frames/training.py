@@ -196,16 +196,9 @@ class FrameTrainer:
 
     def _save_best(self, held_out: HeldOut, loss: float) -> None:
         verdict = qualify(held_out, self.settings)
-        metrics = verdict.figures
-        metrics |= {
-            "epoch": len(self.losses),
-            "loss": loss,
-            "validation_frames": len(held_out.labels),
-            "validation_successes": int(held_out.labels.sum()),
-        }
         update = {
             "threshold": float(expit(verdict.threshold)),
-            "metrics": metrics,
+            "metrics": {**verdict.figures, "epoch": len(self.losses), "loss": loss},
             "qualified": verdict.reason is None,
             "unqualified_because": verdict.reason,
         }

@@ -16,7 +16,7 @@ from vlmrm.formats.flow_factory import conversation_to_sample, write_sample
 from vlmrm.rewards import RewardSet
 from vlmrm.rewards.ranks import world_size
 from vlmrm.scoring.protocol import prefixes_of
-from vlmrm_robots.frames.collector import autoreset_mode, final_state, observation_of, reset_mask
+from vlmrm_robots.frames.collector import autoreset_mode, observation_of, reset_mask, state_after, with_own
 from vlmrm_robots.frames.images import Views, as_array
 from vlmrm_robots.trajectories.pictures import as_picture
 
@@ -89,23 +89,21 @@ class WindowReward(VectorWrapper):
         observation, env_reward, terminations, truncations, info = self.env.step(actions)
         terminated = as_array(terminations).astype(bool)
         ended = terminated | as_array(truncations).astype(bool)
-        same_step = self._mode is AutoresetMode.SAME_STEP  # of ended environments, it shows the next episode's start
         stepped = np.flatnonzero(~self._starting)
         for i in stepped:
-            state = final_state(i, info) if same_step and ended[i] else (observation_of(i, observation), info)
-            self._add(i, *state)
+            self._add(i, *state_after(i, self._mode, ended, observation, info))
         self._steps[stepped] += 1
         due = ~self._starting & (ended | (self._steps % self.every == 0))
         judged = np.full(self.num_envs, np.nan)
         judged[due] = self._judged(np.flatnonzero(due), info)
         learned = self._shaped(judged, terminated) if self.shaping else np.nan_to_num(judged)
-        self._start(np.flatnonzero(ended if same_step else self._starting), observation, info)
+        begun = ended if self._mode is AutoresetMode.SAME_STEP else self._starting
+        self._start(np.flatnonzero(begun), observation, info)
         self._starting = ended & (self._mode is AutoresetMode.NEXT_STEP)
         if self.env_reward_weight:  # not 0 times a NaN
             learned = learned + self.env_reward_weight * as_array(env_reward).astype(np.float64)
         own = {"window_reward": judged, "env_reward": np.array(as_array(env_reward))}
-        present = {f"_{name}": np.ones(self.num_envs, dtype=bool) for name in own}
-        return observation, learned, terminations, truncations, {**info, **own, **present}
+        return observation, learned, terminations, truncations, with_own(info, **own)
 
     def _shaped(self, judged: np.ndarray, terminated: np.ndarray) -> np.ndarray:
         """Return γ·Φ' - Φ [N]; a truncated episode would have gone on, and keeps its potential."""

@@ -202,7 +202,7 @@ def _progress(file: TrajectoryFile) -> np.ndarray:
     """Return the share of the way to the first success at each frame, float32 [T]."""
     if not file.successes.any():
         return np.zeros(len(file), dtype=np.float32)
-    reached = max(int(np.argmax(file.successes)), 1)
+    reached = max(len(file.way) - 1, 1)
     return np.minimum(np.arange(len(file), dtype=np.float32) / reached, np.float32(1))
 
 

@@ -185,8 +185,7 @@ def score_episodes(
     scored = []
     for number, file in enumerate(files):
         key = image_key or files[0].keys[0]
-        stop = int(file.successes.argmax()) + 1 if file.successes.any() else len(file)
-        steps = spread_steps(range(stop), min(frames, stop))
+        steps = spread_steps(file.way, min(frames, len(file.way)))
         pictures = [as_picture(file.frame(key, step)) for step in steps]
         order = np.random.default_rng(number).permutation(len(steps))
         score = partial(scorer.score_prefixes, task_of(file, task))

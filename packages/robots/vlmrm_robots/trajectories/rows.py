@@ -99,7 +99,7 @@ def write_values(
     picture = _pictures(files, output, image_key)
     tasks = [task_of(file, task) for file in files]
     clips: list[tuple[str, Clip]] = [
-        ("success" if file.successes.any() else "failure", (file, own, _way(file)))
+        ("success" if file.successes.any() else "failure", (file, own, file.way))
         for file, own in zip(files, tasks, strict=True)
     ]
     for kind in ("truncation", "rewind", "instruction"):
@@ -111,7 +111,7 @@ def write_values(
     lines = []
     for kind, (file, told, steps) in clips:
         shown = spread_steps(steps, frames)
-        reached = max(len(_way(file)) - 1, 1)
+        reached = max(len(file.way) - 1, 1)
         way = [0.0 if kind == "instruction" else step / reached for step in shown]
         row: dict[str, Any] = {
             "task": told,
@@ -159,8 +159,8 @@ def _drawn(
     for file, task in zip(files, tasks, strict=True):
         if not file.successes.any():
             continue
-        first = len(_way(file)) - 1
-        better: Clip = (file, task, _way(file))
+        first = len(file.way) - 1
+        better: Clip = (file, task, file.way)
         if kind in ("truncation", "rewind"):
             if first >= 2:
                 stop = int(chance.integers(0, first - 1))
@@ -172,11 +172,6 @@ def _drawn(
         elif failures := [f for f, t in zip(files, tasks, strict=True) if t == task and not _positive(f)]:
             worse = failures[chance.integers(len(failures))]
             yield better, (worse, task, range(len(worse)))
-
-
-def _way(file: TrajectoryFile) -> Steps:
-    """Return the steps up to the first success, or all of a failure."""
-    return range(int(file.successes.argmax()) + 1 if file.successes.any() else len(file))
 
 
 def _positive(file: TrajectoryFile) -> bool:

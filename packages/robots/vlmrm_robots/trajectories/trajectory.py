@@ -182,6 +182,11 @@ class TrajectoryFile:
         """The frames that are successes, bool [T]."""
         return self.labels >= SUCCESS
 
+    @property
+    def way(self) -> range:
+        """The frames up to the first success, or all of a failure."""
+        return range(int(self.successes.argmax()) + 1 if self.successes.any() else len(self))
+
     def frame(self, key: str, i: int) -> np.ndarray:
         """Read frame `i` of a camera, uint8 [C,H,W], and nothing else of the file."""
         if not 0 <= i < len(self):
