@@ -40,7 +40,7 @@ def test_a_wrong_kernel_fails_while_other_parts_run(tmp_path, monkeypatch, capsy
     assert len(Results.read(tmp_path, tiny=True).failures(parts)) == 2
 
 
-def documented_varlen(query, key, value, cu_queries, cu_keys, *longest, scale, window_size, enable_gqa):
+def documented_varlen(query, key, value, cu_queries, cu_keys, *longest, scale, window_size, enable_gqa=True):
     """What torch documents: queries and keys [N, H, D] of sequences side by side, aligned to the bottom right."""
     lengths = (cu_queries, cu_keys, cu_keys)
     pieces = [states.split(cu.diff().tolist()) for states, cu in zip((query, key, value), lengths, strict=True)]
@@ -54,15 +54,11 @@ def documented_varlen(query, key, value, cu_queries, cu_keys, *longest, scale, w
     return torch.cat(outputs)
 
 
-def varlen_of_torch_2_11(*states, scale, window_size):
-    """Groups heads unasked."""
-    return documented_varlen(*states, scale=scale, window_size=window_size, enable_gqa=True)
-
-
-@pytest.mark.parametrize("function", [documented_varlen, varlen_of_torch_2_11])
+@pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("case", [kernels.PLAIN[1], kernels.WINDOWS[0]], ids=lambda case: case.name)
-def test_the_variable_length_kernel_call_matches_the_reference(case, function, monkeypatch, tmp_path):
-    monkeypatch.setattr(vlmrm_kernels, "varlen_attn", function)
+def test_the_variable_length_kernel_call_matches_the_reference(case, asked, monkeypatch, tmp_path):
+    monkeypatch.setattr(vlmrm_kernels, "varlen_attn", documented_varlen)
+    monkeypatch.setattr(vlmrm_kernels, "GROUPS_IF_ASKED", asked)  # torch 2.11 groups heads unasked
     monkeypatch.setattr(kernels, "for_cuda_alone", lambda run, name: None)
     small = replace(case, heads=4, width=16)
     [line] = kernels.equality(part_of(tmp_path), kernels.Rows("cpu", kernels.SMALL[:4]), "row", "varlen", small)

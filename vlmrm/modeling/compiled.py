@@ -1,8 +1,8 @@
 """Compile the blocks of a model, text and vision, around an attention that stays outside of the graphs.
 
 What stands between matrix products (norms, rotary embeddings, activations, casts) becomes a few kernels. Attention
-reads the row's layout, which is no tensor: a graph with it inside would hold for one batch. Sizes are dynamic, so that
-two batches make all graphs. Half precision is rounded where the library rounds it.
+reads the row's layout, which is no tensor: a graph with it inside would hold for one batch. Sizes are dynamic: two
+batches make the graphs, a size of one makes one more. Half precision is rounded where the library rounds it.
 """
 
 from __future__ import annotations
