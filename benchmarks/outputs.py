@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -210,15 +211,19 @@ def leak(scored: Scored) -> dict[str, float]:
 
 
 def calibration(pairs: Scored, singles: Scored) -> dict[str, float]:
-    """Return the error of probabilities and of percentiles, each on a half that did not set the scale."""
+    """Return the error of probabilities and of percentiles, each on a half that did not set the scale.
+
+    Where no pair of a half is wrong there is no temperature, and so no probability.
+    """
     margins = np.array([values["better"][0] - values["better"][1] for values in pairs.values])
     scores = np.array([values["better"][0] for values in singles.values])
     scale = scale_of({TOTAL: Reference(scores[::2], margins[::2])})
-    error = CalibrationError(margins[1::2] / scale["reward_temperature"]).influence().value
+    temperature = scale["reward_temperature"]
+    ece = {} if temperature is None else {"ece": CalibrationError(margins[1::2] / temperature).influence().value}
     percentile = transform_named("percentile", scale)
     shares = np.sort(percentile(scores[1::2]))
     uniform = (np.arange(len(shares)) + 0.5) / len(shares)
-    return {"ece": float(error), "percentile": float(np.abs(shares - uniform).mean())}
+    return {**ece, "percentile": float(np.abs(shares - uniform).mean())}
 
 
 def step_cost(folder: Path, rounds: int) -> Row:
@@ -246,7 +251,10 @@ def step_cost(folder: Path, rounds: int) -> Row:
 def measure(options: argparse.Namespace) -> list[Row]:
     seeds = range(1 if options.quick else options.seeds)
     with runs.workplace() as folder:
-        found = [one_seed(folder / str(seed), seed, options.quick) for seed in seeds]
+        found = []
+        for seed in seeds:
+            found.append(one_seed(folder / str(seed), seed, options.quick))
+            sys.stderr.write(f"seed {seed}: {json.dumps(found[-1])}\n")
         cost = step_cost(folder, 2 if options.quick else 20)
 
     def line(case: str, values: Sequence[float], unit: str, **more: float) -> Row:
@@ -254,7 +262,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         return row(case, statistics.mean(values), unit, **more, **spread)
 
     def of(name: str) -> list[float]:
-        return [figures[name] for figures in found]
+        return [figures[name] for figures in found if name in figures]
 
     beside = {name: statistics.mean(of(f"leak_{name}")) for name in ("of_range", "floor")}
     ranks = [min(figures[f"rank_{name}"] for name in DIMENSIONS) for figures in found]
@@ -265,7 +273,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         line("progress_order", of("order"), "share of frames two by two", at_least=0.95),
         line("criterion_accuracy", of("criterion"), "share of pairs", at_least=0.9),
         line("critique_gain", of("gain"), "accuracy with critiques less without, at equal steps"),
-        line("calibrated_ece", of("ece"), "ECE", at_most=0.03),
+        *([line("calibrated_ece", of("ece"), "ECE", at_most=0.03)] if of("ece") else []),
         line("percentile_error", of("percentile"), "mean distance", at_most=0.03),
         cost,
     ]
