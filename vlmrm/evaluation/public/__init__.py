@@ -40,13 +40,6 @@ logger = logging.getLogger("vlmrm")
 FOLDER = Path(__file__).parent
 BENCHMARKS = tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 THIS_EVALUATION = "this evaluation"
-ABSENT = {
-    "videorewardbench": "the columns of its rows (Dragonriser/VideoRewardBench) are published with the data alone",
-    "vurb": "neither its rows nor its scoring code were published where they could be read",
-    "mr2bench": "the columns of its rows (yinuoy/MR2Bench) and its scoring code are published with the data alone",
-    "visualprocessbench": "it asks for a verdict on each step of a solution, scored by the F1 of correct and of "
-    "incorrect steps, and a reward of whole answers has no such verdict",
-}
 ANSWERS: Mapping[str, Callable[[Any], Any]] = {"text": lambda text: text, "image": image_turn, "video": video_turn}
 
 
@@ -214,8 +207,6 @@ def read_benchmark(path: Path) -> Benchmark:
 @cache
 def benchmark(name: str) -> Benchmark:
     """Return the benchmark of that name."""
-    if reason := ABSENT.get(name):
-        raise ConfigError(f"the benchmark {name} is not offered: {reason} (there are {', '.join(BENCHMARKS)})")
     if name not in BENCHMARKS:
         hint = did_you_mean(name, BENCHMARKS, "")
         raise ConfigError(f"there is no benchmark {name}{hint} (there are {', '.join(BENCHMARKS)})")
