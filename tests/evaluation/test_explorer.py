@@ -291,6 +291,3 @@ def test_axe_finds_no_violation(browser):
             f"{axe}; axe.run().then((result) => result.violations.map(({{ id, nodes }}) => [id, nodes[0].html]))"
         )
         assert violations == []
-
-
-# Without a browser -------------------------------------------------------------------------------------------------

@@ -35,11 +35,10 @@ SIDE = 320  # pixels of a thumbnail, the longer one
 IMAGES = 4  # of one prompt or answer
 
 # What the page may hold. A longer page would open slowly; what is left out is said on it.
-PAIRS = 200_000
+PAIRS = 100_000
 MODELS = 8  # checkpoints, the one that the report is about and the most accurate others
-CHARACTERS = 48_000_000  # of texts
+CHARACTERS = 48_000_000  # of their texts
 IMAGE_BYTES = 6_000_000  # of thumbnails
-VALUES = 24_000_000  # scores under interventions
 TEXTS = 10_000  # packed at a time
 
 ROLES = {"prompt": ("prompt_text", "image_paths")} | {
@@ -56,7 +55,7 @@ class PackedPairs(NamedTuple):
 
 def pack_pairs(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> PackedPairs:
     """Return the pairs of `best`, with the scores of the other checkpoints on them."""
-    rows = best.rows.iloc[:PAIRS]
+    rows = _first(best.rows)
     models = [best, *sorted((c for c in checkpoints if c is not best), key=lambda c: -c.accuracy.value)][:MODELS]
     notes = []
     if len(rows) < len(best.rows):
@@ -66,13 +65,22 @@ def pack_pairs(checkpoints: Sequence[Checkpoint], best: Checkpoint) -> PackedPai
     arrays: dict[str, np.ndarray] = {"tie": rows["tie"].to_numpy(np.uint8)}
     header: dict[str, Any] = {"count": len(rows), "names": _names(rows)}
     header["views"] = {name: intervention.view for name, intervention in INTERVENTIONS.items()}
-    header["models"] = _models(models, rows, arrays, notes)
+    header["models"] = _models(models, rows, arrays)
     header["groups"] = list(_groups(rows, arrays))
-    texts = _texts(rows, arrays, notes)
+    texts = _texts(rows, arrays)
     paths, header["images"] = _paths(rows, arrays)
     header["paths"] = [str(Path(path).absolute()) for path in paths]
     header["thumbnails"] = _thumbnails(paths, header["images"], arrays, notes)
     return PackedPairs(_pack(header, arrays, texts), notes)
+
+
+def _first(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the first pairs, as many as the page may hold."""
+    rows = rows.iloc[:PAIRS]
+    characters = pd.Series(0, rows.index)
+    for column in (column for column, _ in ROLES.values() if column in rows):
+        characters += rows[column].fillna("").str.len()
+    return rows[characters.cumsum() <= CHARACTERS]
 
 
 def _pack(header: dict[str, Any], arrays: dict[str, np.ndarray], texts: Sequence[str]) -> str:
@@ -109,16 +117,12 @@ def _names(rows: pd.DataFrame) -> list[str]:
 
 
 def _models(
-    models: Sequence[Checkpoint], rows: pd.DataFrame, arrays: dict[str, np.ndarray], notes: list[str]
+    models: Sequence[Checkpoint], rows: pd.DataFrame, arrays: dict[str, np.ndarray]
 ) -> list[dict[str, Any]]:
     """Return labels, interventions and accuracies of the models, and add the columns of their scores."""
-    index, packed, count, unscored = pair_index(rows), [], 0, []
+    index, packed = pair_index(rows), []
     for number, model in enumerate(models):
         named = [name for name in INTERVENTIONS if model.rows.get(f"{name}_rejected", pd.Series()).notna().any()]
-        count += 2 * len(rows) * len(named)
-        if number and count > VALUES:
-            unscored.append(model.label)
-            named = []
         arrays |= _scores(model, number, named, pair_index(model.rows).get_indexer(index))
         accuracies = {
             column: {value: _numbers(share) for value, share in model.shares(column).items()}
@@ -126,8 +130,6 @@ def _models(
         }
         numbers = {"accuracy": _numbers(model.accuracy), "accuracies": accuracies}
         packed.append({"label": model.label, "interventions": named, **numbers})
-    if unscored:
-        notes.append(f"Scores under interventions are left out of {', '.join(unscored)}.")
     return packed
 
 
@@ -168,34 +170,14 @@ def _groups(rows: pd.DataFrame, arrays: dict[str, np.ndarray]) -> Iterable[dict[
             yield {"column": column, "name": column.removeprefix(GROUP), "values": [str(value) for value in values]}
 
 
-def _texts(rows: pd.DataFrame, arrays: dict[str, np.ndarray], notes: list[str]) -> list[str]:
-    """Return every text of the pairs once, all cut to the same length if they are too long for the page together."""
-    roles = {}
+def _texts(rows: pd.DataFrame, arrays: dict[str, np.ndarray]) -> list[str]:
+    """Return every text of the pairs once."""
+    numbers: dict[str, int] = {}
     for role, (column, _) in ROLES.items():
         codes, texts = pd.factorize(rows[column].fillna("") if column in rows else np.full(len(rows), ""))
-        roles[role] = codes, pd.Series(texts, dtype="str")
-    most = _length(np.concatenate([texts.str.len() for _, texts in roles.values()]))
-    if most is not None:
-        notes.append(f"Texts are cut to {most:,} characters here, and searched as far.")
-    numbers: dict[str, int] = {}
-    for role, (codes, texts) in roles.items():
-        if most is not None:
-            texts = texts.where(texts.str.len() <= most, texts.str.slice(0, most) + "…")
-        codes_of_texts = [numbers.setdefault(text, len(numbers)) for text in texts]
+        codes_of_texts = [numbers.setdefault(str(text), len(numbers)) for text in texts]
         arrays[f"text/{role}"] = np.array(codes_of_texts, np.uint32)[codes]
     return list(numbers)
-
-
-def _length(lengths: np.ndarray) -> int | None:
-    """Return the length to which texts of lengths[N] are cut so that they have CHARACTERS together; None if less."""
-    if lengths.sum() <= CHARACTERS:
-        return None
-    ordered = np.sort(lengths)
-    shorter = np.concatenate([[0], np.cumsum(ordered)[:-1]])
-    longer = np.arange(len(ordered), 0, -1)
-    # The first text at whose length the shorter ones and as much of each longer one are too many.
-    first = int(np.argmax(shorter + ordered * longer > CHARACTERS))
-    return int((CHARACTERS - shorter[first]) // longer[first])
 
 
 def _paths(rows: pd.DataFrame, arrays: dict[str, np.ndarray]) -> tuple[list[str], list[list[int]]]:
