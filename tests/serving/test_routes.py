@@ -1,4 +1,4 @@
-"""A conversation has one score, whichever route it takes, or is refused by name."""
+"""A conversation has one score as a sample, or is refused by name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import pytest
 
 from tests.serving.sent_media import data_uri, png
 from tests.serving.services import in_loop, running, served
-from vlmrm.adapters.rows import text_columns
 from vlmrm.formats.openai import read_messages
-from vlmrm.rewards import RewardSet
 from vlmrm.scoring import load_scorer
 from vlmrm.serving.engines import RewardEngine
 
@@ -30,86 +28,26 @@ def turn(role: str, *parts) -> dict:
     return {"role": role, "content": [text(part) if isinstance(part, str) else part for part in parts]}
 
 
-def video(image: dict, **options) -> dict:
-    return {"type": "video", "video": [image["image"], GREEN["image"]], **options}
-
-
-TALK = (("user", "A?"), ("assistant", "B."))
-# A conversation about a picture, or with one in its answer. Two pictures must have two scores.
-SHAPES = {
-    "text alone": lambda it: [turn("user", "Which?"), turn("assistant", f"The {'red' if it == RED else 'blue'} one.")],
-    "a picture in question": lambda it: [turn("user", it, "Which?"), turn("assistant", "This.")],
-    "a picture as the answer": lambda it: [turn("user", "Draw it."), turn("assistant", it)],
-    "an interleaved answer about a picture": lambda it: [turn("user", GREEN, "Edit."), turn("assistant", "So:", it)],
-    "a literal placeholder": lambda it: [turn("user", it, "Is this an <image>?"), turn("assistant", "Yes.")],
-    "two turns": lambda it: [turn(role, word) for role, word in TALK] + [turn("user", it), turn("assistant", "D")],
-    "a system turn": lambda it: [turn("system", "Be brief."), turn("user", it, "Which?"), turn("assistant", "This.")],
-    "a video with options": lambda it: [turn("user", "Film it."), turn("assistant", video(it, sample_fps=4.0))],
-}
 RED, BLUE = ({"type": "image", "image": data_uri(png(84, 56, colour))} for colour in ("red", "blue"))
-PAIRS = {name: [shape(RED), shape(BLUE)] for name, shape in SHAPES.items()}
+DRAWN = [[turn("user", "Draw it."), turn("assistant", one)] for one in (RED, BLUE)]
+ABOUT = [[turn("user", one, "Is this an <image>?"), turn("assistant", "Yes.")] for one in (RED, BLUE)]
 
 
-@pytest.fixture(scope="module")
-def settings(tiny_reward_model) -> dict:
-    return {"model_path": str(tiny_reward_model), "dtype": "float32", "device": "cpu"}
-
-
-@pytest.fixture(scope="module")
-def expected(tiny_reward_model) -> dict[str, list[float]]:
-    """The scorer's own scores of each pair."""
-    scorer = load_scorer(tiny_reward_model, dtype="float32", device="cpu")
-    return {name: scorer.score(pair) for name, pair in PAIRS.items()}
-
-
-@pytest.fixture(scope="module")
-def answers(settings) -> dict[str, dict[str, list]]:
-    """What two rewards of one service answer about each pair."""
+def test_pictures_are_answers_or_questions_and_groups_get_win_rates(tiny_reward_model):
+    settings = {"model_path": str(tiny_reward_model), "dtype": "float32", "device": "cpu"}
+    drawn, about = map(load_scorer(tiny_reward_model, dtype="float32", device="cpu").score, (DRAWN, ABOUT))
+    assert abs(drawn[0] - drawn[1]) > 1e-4 < abs(about[0] - about[1])
+    first = 1 / (1 + np.exp(drawn[1] - drawn[0]))
     names = ("vlm_reward", "vlm_reward_group")
-    items = [{"messages": one, "group": name} for name, pair in PAIRS.items() for one in pair]
-    found = {}
+    files = [one["image"].partition(",")[2] for one in (RED, BLUE)]
+    bodies = {
+        "vlm_reward_group": {"prompt": ["Draw it."] * 2, "image": files},
+        "vlm_reward": {"prompt": ["Is this an <image>?"] * 2, "response": ["Yes."] * 2, "image": files},
+    }
     with served(*({"reward_type": name, **settings} for name in names)) as url, httpx.Client(timeout=600) as client:
-        for name in names:
-            data = client.post(f"{url}/v1/rewards", json={"model": name, "items": items}).json()["data"]
-            found[name] = {shape: [one for one in data if one["group"] == shape] for shape in PAIRS}
-        files = [one["image"].partition(",")[2] for one in (RED, BLUE)]
-        drawn = client.post(f"{url}/vlm_reward_group/compute", json={"prompt": ["Draw it."] * 2, "image": files})
-        found["compute"] = drawn.json()
-        asked = {"prompt": ["Is this an <image>?"] * 2, "response": ["Yes."] * 2, "image": files}
-        found["placeholder"] = client.post(f"{url}/vlm_reward/compute", json=asked).json()
-    return found
-
-
-def wins(scores: list[float]) -> list[float]:
-    first = 1 / (1 + np.exp(scores[1] - scores[0]))
-    return [first, 1 - first]
-
-
-@pytest.fixture(scope="module")
-def rewards(settings) -> RewardSet:
-    names = ("vlm_reward", "vlm_reward_group")
-    return RewardSet([{"name": name, "reward_model": name, **settings} for name in names])
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_conversation_has_one_score_on_every_route(expected, answers, rewards, name):
-    scores = expected[name]
-    assert abs(scores[0] - scores[1]) > 1e-4
-    columns = text_columns([one[:-1] for one in PAIRS[name]], [one[-1:] for one in PAIRS[name]], None)
-    here = rewards(**columns, groups=[0, 0]).rewards
-    for reward, wanted in (("vlm_reward", scores), ("vlm_reward_group", wins(scores))):
-        served_ones = answers[reward][name]
-        assert [one["error"] for one in served_ones] == [None, None]
-        assert [one["raw"] for one in served_ones] == pytest.approx(wanted, abs=1e-5)
-        assert here[reward].tolist() == pytest.approx(wanted, abs=1e-5)
-
-
-def test_flow_factory_clients_get_groupwise_win_rates(expected, answers):
-    assert answers["compute"] == {"rewards": pytest.approx(wins(expected["a picture as the answer"]), abs=1e-5)}
-
-
-def test_compute_takes_placeholders_beside_pictures_as_words(expected, answers):
-    assert answers["placeholder"] == {"rewards": pytest.approx(expected["a literal placeholder"], abs=1e-5)}
+        found = {name: client.post(f"{url}/{name}/compute", json=body).json() for name, body in bodies.items()}
+    assert found["vlm_reward_group"] == {"rewards": pytest.approx([first, 1 - first], abs=1e-5)}
+    assert found["vlm_reward"] == {"rewards": pytest.approx(about, abs=1e-5)}
 
 
 def engine(name: str) -> RewardEngine:
