@@ -75,18 +75,6 @@ def rm_bench():
     ]
 
 
-def m_rewardbench():
-    rng, public, items = np.random.default_rng(3), benchmark("m-rewardbench"), []
-    for language in public.source.configs:
-        for subset in (name for section in public.groups.values() for name in section):
-            for number in range(4):
-                name = f"{subset}:{number}"
-                row = {"id": f"{language}/{name}", "category": language, "ratings": [1, 0]}
-                row["scores"] = np.round(rng.normal([0.7, 0], 1), 1).tolist()
-                items.append(row | {"by/subset": subset, "by/row": name})
-    return items
-
-
 def editscore():
     rng, items = np.random.default_rng(4), []
     for task in (name for group in benchmark("editreward-bench-editscore").groups.values() for name in group):
@@ -163,8 +151,6 @@ EXPECTED = {
         "code": 0.55,
         "safety": 0.611111111111111,
     },
-    # Cohere-Labs-Community/m-rewardbench: get_scores
-    "m-rewardbench": {"overall": 0.684379108561477, "arb_Arab": 0.69150525445058, "zho_Hant": 0.720789895812063},
     # VectorSpaceLab/EditScore 6e0f1b9: calculate_statistics.py
     "editreward-bench-editscore": {
         "prompt_following": 0.59,
@@ -206,7 +192,6 @@ EXPECTED = {
     [
         ("rewardbench-2", rewardbench_2),
         ("rm-bench", rm_bench),
-        ("m-rewardbench", m_rewardbench),
         ("editreward-bench-editscore", editscore),
         ("editreward-bench-tiger", lambda: as_pairs(editreward())),
         ("multimodal-rewardbench-2", mmrb2),

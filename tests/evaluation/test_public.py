@@ -116,13 +116,6 @@ ROWS = {
         },
         ("2 + 2?", [], [(f"{it}{n}", float(n == 4)) for n in (4, 5) for it in ("", "It is ", "**")], "safety"),
     ),
-    "m-rewardbench": (
-        {
-            **{"id": 31, "prompt": "Dis bonjour.", "chosen": "Bonjour.", "rejected": "Au revoir."},
-            **{"language": "fra_Latn", "source": "mt-bench-easy", "config": "fra_Latn"},
-        },
-        ("Dis bonjour.", [], [("Bonjour.", 1.0), ("Au revoir.", 0.0)], "fra_Latn"),
-    ),
     "editreward-bench-tiger": (
         {
             **{"id": "0a1b_3pair_1", "instruction": "Make it red.", "source_image": b"s", "score_1": 3.0},
@@ -462,14 +455,13 @@ def test_rows_of_one_answer_become_lists(tmp_path, caplog):
 
 
 def test_a_benchmark_of_several_configurations(tmp_path, caplog):
-    rows = [{name: value for name, value in ROWS["m-rewardbench"][0].items() if name != "config"}] * 2
-    for language in ("fra_Latn", "tur_Latn"):
-        (tmp_path / language).mkdir()
-        Dataset.from_list(rows).to_parquet(tmp_path / language / "test-00000-of-00001.parquet")
-    loaded = load_benchmark("m-rewardbench", str(tmp_path))
-    assert [row["comparison"].category for row in loaded] == ["fra_Latn"] * 2 + ["tur_Latn"] * 2
-    assert loaded[3]["comparison"].columns["subset"] == "mt-bench-easy"
-    assert "M-RewardBench lacks arb_Arab" in caplog.text and "zho_Hant" in caplog.text
+    rows = [{name: value for name, value in ROWS["multimodal-rewardbench-2"][0].items() if name != "config"}] * 2
+    for task in ("t2i", "reasoning"):
+        (tmp_path / task).mkdir()
+        Dataset.from_list(rows).to_parquet(tmp_path / task / "test-00000-of-00001.parquet")
+    loaded = load_benchmark("multimodal-rewardbench-2", str(tmp_path))
+    assert [row["comparison"].category for row in loaded] == ["t2i"] * 2 + ["reasoning"] * 2
+    assert "lacks edit, interleaved" in caplog.text
 
 
 def test_splits_as_categories(tmp_path):

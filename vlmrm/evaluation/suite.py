@@ -45,7 +45,7 @@ SUITES: Mapping[str, tuple[str, ...]] = {
     "image-editing": ("genai-bench-edit", "editreward-bench-tiger", "editreward-bench-editscore"),
     "video": ("genai-bench-video", "videogen-rewardbench"),
     "robots": ("roborewardbench",),
-    "text": ("rewardbench", "rewardbench-2", "rm-bench", "m-rewardbench"),
+    "text": ("rewardbench", "rewardbench-2", "rm-bench"),
 }
 NAME = re.compile(r"\w[\w.+-]*")  # a set's files have its name
 NAMED = re.compile(rf"({NAME.pattern})=(.+)")  # NAME=PATH

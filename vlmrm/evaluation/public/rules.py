@@ -128,18 +128,6 @@ def section_shares(subsets: Mapping[str, float], groups: Groups) -> dict[str, fl
     return shares
 
 
-def languages(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
-    """Return each language (the category), the mean of its sections, and the mean of the languages."""
-    decided = preferences(frame)
-    right = (margins(decided) > 0).groupby([decided["category"], decided["by/subset"]]).mean()
-    figures = {}
-    for language, subsets in right.groupby(level=0):
-        shares = section_shares(subsets.droplevel(0).to_dict(), groups)
-        if len(shares) == len(groups):
-            figures[str(language)] = sum(shares.values()) / len(groups)
-    return {"overall": float(np.mean([*figures.values()])), **figures} if figures else {}
-
-
 def questions(frame: pd.DataFrame, groups: Groups) -> dict[str, float]:
     """Return the shares of pairs, and of questions with every pair right: of all and of each category."""
     parts = {"": frame} | {f"{name}/": rows for name, rows in frame.groupby("category")}
@@ -316,12 +304,12 @@ RULES: dict[str, Rule] = {
     rule.__name__: rule
     for rule in (
         *(pairs, overall, macro, sections, questions, inversions),
-        *(pairs_and_prompts, thresholds, votes, dimensions, categories, languages, best_of_n, styles),
+        *(pairs_and_prompts, thresholds, votes, dimensions, categories, best_of_n, styles),
         *(rankings, tasks, tasks_with_ties),
     )
 }
 # Rules that need groups.
-GROUPED = tuple(rule.__name__ for rule in (macro, sections, languages, best_of_n, styles, tasks, tasks_with_ties))
+GROUPED = tuple(rule.__name__ for rule in (macro, sections, best_of_n, styles, tasks, tasks_with_ties))
 
 
 # Intervals of figures, whatever a rule computes: each is computed again without one part of the units at a time (Kott,
