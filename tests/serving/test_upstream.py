@@ -11,9 +11,9 @@ import pytest
 
 from tests.serving.sent_media import data_uri, png
 from tests.serving.services import eventually, fake, in_loop, running, served
-from vlmrm.errors import ConfigError, RewardError
+from vlmrm.errors import ConfigError
 from vlmrm.scoring.transforms import sigmoid
-from vlmrm.serving.upstream import PROBE, VLLM, SGLang
+from vlmrm.serving.upstream import VLLM
 
 VLLM_ENGINE = "vlmrm.serving.upstream.VLLM"
 
@@ -103,17 +103,3 @@ def test_an_answer_without_a_number_fails_its_item(server, status, content):
     server.answer = lambda body: (status, content)
     [outcome] = engine([{"messages": talk("4")["messages"]}])
     assert "score" not in outcome and server.url in outcome["error"]
-
-
-def test_sglang_receives_the_text_of_the_checkpoint_template(server, tiny_reward_model):
-    asked = []
-    server.answer = lambda body: (asked.append(body), (200, {"embedding": [-2.5], "meta_info": {}}))[1]
-    engine = SGLang(server.url, model_path=str(tiny_reward_model))
-    assert engine.score(PROBE) == -2.5
-    assert asked[-1]["text"].endswith("<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n")
-    [outcome] = engine([talk("four", data_uri(png()))])
-    assert outcome == {"score": -2.5} and len(asked[-1]["image_data"]) == 1
-    assert asked[-1]["text"].count("<|image_pad|>") == 1
-    server.answer = lambda body: (200, {"embedding": [0.1] * 4})
-    with pytest.raises(RewardError, match="one number"):
-        engine.score(PROBE)

@@ -98,7 +98,7 @@ ROUTES = [
     ("/v1/rewards", lambda a: {"items": [{"prompt": QUESTION, "response": a, "image": URI}]}, ("data", 0, "raw")),
     ("/classify", lambda a: {"messages": chat(a), "use_activation": False}, ("data", 0, "probs", 0)),
     ("/pooling", lambda a: {"messages": chat(a), "activation": False}, ("data", 0, "data", 0)),
-    ("/v1/embeddings", lambda a: {"input": [{"text": rendered(a), "image": URI}]}, ("data", 0, "embedding", 0)),
+    ("/v1/embeddings", lambda a: {"messages": chat(a)}, ("data", 0, "embedding", 0)),
     ("/score", lambda a: {"queries": chat(a)[0], "documents": [a], "use_activation": False}, ("data", 0, "score")),
     ("/get_reward", lambda a: {"query": [rendered(a)], "labels": [{"images": [URI]}]}, ("rewards", 0)),
     ("/v1/score/evaluation", lambda a: {"messages": [as_json(a)]}, ("scores", 0)),

@@ -64,18 +64,11 @@ class PoolingOptions(Strict):
         return max(-100, min(100, -self.priority))
 
 
-class TextAndImage(Strict):
-    """SGLang's form of a rendered conversation with its image."""
-
-    text: str
-    image: str | None = None
-
-
 class ClassifyRequest(PoolingOptions):
     """One conversation that ends with its answer as `messages`, or rendered ones as `input`."""
 
     messages: Column[dict[str, Any]] | None = None
-    input: str | Column[str] | Column[TextAndImage] | None = None
+    input: str | Column[str] | None = None
 
     @model_validator(mode="after")
     def _check_either(self) -> ClassifyRequest:
@@ -178,12 +171,8 @@ async def _scores(body: ClassifyRequest, request: Request) -> list[float]:
     return body.activated(await score_conversations(request, body.model, inputs, _conversation, priority=priority))
 
 
-def _conversation(content: str | TextAndImage | list[dict[str, Any]]) -> Conversation:
-    if isinstance(content, list):
-        return read_conversation(content)
-    if isinstance(content, str):
-        return read_text(content)
-    return read_text(content.text, [content.image] if content.image else [])
+def _conversation(content: str | list[dict[str, Any]]) -> Conversation:
+    return read_text(content) if isinstance(content, str) else read_conversation(content)
 
 
 def _encode(body: PoolingRequest, score: float) -> list[float] | str:
