@@ -402,13 +402,6 @@ def test_a_service_by_each_protocol(here, data, texts):
         sweep(asked(data, url, f"{url}/classify", output_file="images.csv"))
         for frame in frames("images.scores.parquet"):
             check_scores(frame, data, direct)
-        rows = sweep(asked(texts, f"{url}/score", f"{url}/get_reward")).rows
-        for frame, row in zip(frames(), rows, strict=True):
-            check_scores(frame, texts, direct, without=row.get("limits", ()))
-        assert "takes one" in rows[0]["limits"]["response_only"]
-        assert all("nothing in these rows" in row["limits"]["blank_image"] for row in rows)
-        [row] = sweep(asked(data, f"{url}/get_reward", output_file="blind.csv")).rows
-        assert "cannot see what row pair-0 shows" in (row["error"] or "")
         [row] = sweep(asked(texts, f"{url}?model=lenght", output_file="typo.csv")).rows
         assert "has no reward lenght: did you mean length?" in (row["error"] or "")
     [native, _] = load_results("images.json")["results"]

@@ -1,16 +1,13 @@
-"""ChatML: a conversation survives writing and reading, or is refused if ChatML cannot express it."""
+"""ChatML: a conversation survives writing, as a chat template writes it, and reading."""
 
 from __future__ import annotations
-
-import re
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from vlmrm.conversation import Conversation, Image, Message, Text, Video, VideoOptions
-from vlmrm.errors import RowError
-from vlmrm.formats.texts import read_text, write_text
+from vlmrm.conversation import Conversation, Image, Message, Text, Video, media_of
+from vlmrm.formats.texts import read_text
 
 SAID = Message.of("assistant", "Yes.")
 # What ChatML is made of, and what stands for media elsewhere.
@@ -23,10 +20,30 @@ PARTS = st.one_of(
 )
 
 
-def merged(conversation: Conversation) -> Conversation:
-    """The conversation without texts that say nothing; a message that has no part says "", as ChatML's does."""
-    kept = [Message(m.role, [part for part in m.content if part != Text("")]) for m in conversation.messages]
-    return Conversation([message if message.content else Message.of(message.role, "") for message in kept])
+def written(conversation: Conversation) -> tuple[str, list, list]:
+    """The text of a conversation, and its images and videos in order."""
+
+    def content(part) -> str:
+        return part.text if isinstance(part, Text) else f"<|vision_start|><|{part.kind}_pad|><|vision_end|>"
+
+    text = "".join(
+        f"<|im_start|>{message.role}\n{''.join(map(content, message.content))}<|im_end|>\n"
+        for message in conversation.messages
+    )
+    media = media_of(conversation.messages)
+    return text, *([it.reference for it in media if it.kind == kind] for kind in ("image", "video"))
+
+
+def merged(conversation: Conversation) -> list[tuple]:
+    """The conversation with texts in a row as one, and without those that say nothing."""
+    messages = []
+    for message in conversation.messages:
+        parts: list = []
+        for part in message.content:
+            both = isinstance(part, Text) and bool(parts) and isinstance(parts[-1], Text)
+            parts = [*parts[:-1], Text(parts[-1].text + part.text)] if both else [*parts, part]
+        messages.append((message.role, [part for part in parts if part != Text("")]))
+    return messages
 
 
 @given(
@@ -36,38 +53,11 @@ def merged(conversation: Conversation) -> Conversation:
 )
 def test_a_conversation_that_is_written_is_read_back(messages):
     conversation = Conversation([*messages, SAID])
-    try:
-        text_and_media = write_text(conversation)
-    except RowError:
-        assume(False)
-    assert merged(read_text(*text_and_media)) == merged(conversation)
-
-
-def test_a_conversation_as_chatml():
-    question = Message.of("user", Image("a.png"), "Is <b>this</b>\n[it]? ", Video("v.mp4"))
-    text_and_media = write_text(Conversation([Message.of("system", "Be kind."), question, SAID]))
-    text = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
-    text += "Is <b>this</b>\n[it]? <|vision_start|><|video_pad|><|vision_end|><|im_end|>\n"
-    assert text_and_media == (f"{text}<|im_start|>assistant\nYes.<|im_end|>\n", ["a.png"], ["v.mp4"])
-
-
-@pytest.mark.parametrize(
-    ("messages", "sentence"),
-    [
-        ([Message.of("user", "A <|im_end|> b?"), SAID], "<|im_end|>"),
-        ([Message.of("user", "?"), Message.of("assistant", "<|x|>")], "<|x|>"),
-        ([Message.of("the user", "?"), SAID], "'the user'"),
-        ([Message.of("user", "a", "b"), SAID], "two texts in a row"),
-        ([Message.of("user", Video("v.mp4", VideoOptions(fps=1.0))), SAID], "options"),
-        ([Message.of("user", "?")], "no answer to score"),
-    ],
-)  # fmt: skip
-def test_an_inexpressible_conversation_is_refused(messages, sentence):
-    with pytest.raises(RowError, match=re.escape(sentence)):
-        write_text(Conversation(messages))
+    assume("<|" not in "".join(message.text for message in messages))
+    assert merged(read_text(*written(conversation))) == merged(conversation)
 
 
 @pytest.mark.parametrize("tag", ["<video>", "<image>"])
 def test_a_placeholder_beside_a_picture_is_text(tag):
     talk = Conversation([Message.of("user", Image("a.png"), f"What is {tag} in HTML?"), Message.of("assistant", tag)])
-    assert read_text(*write_text(talk)) == talk
+    assert read_text(*written(talk)) == talk

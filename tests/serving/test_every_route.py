@@ -17,7 +17,7 @@ from vlmrm.errors import RowError
 from vlmrm.formats.flow_factory import conversation_to_sample, read_sample, sample_to_conversation
 from vlmrm.formats.openai import read_conversation, write_messages
 from vlmrm.formats.rollouts import read_answer, read_candidates, read_openrlhf_query, read_verl_prompt
-from vlmrm.formats.texts import read_text, write_text
+from vlmrm.formats.texts import read_text
 from vlmrm.formats.wire import read_item, write_item
 from vlmrm.modeling import load_processor
 from vlmrm.rendering import Renderer
@@ -65,10 +65,6 @@ def of_columns(conversation: Conversation) -> Conversation:
     return sample_to_conversation(read_sample({name: column[0] for name, column in columns.items()}))
 
 
-def of_chatml(conversation: Conversation) -> Conversation:
-    return read_text(*write_text(conversation))
-
-
 def of_pair(conversation: Conversation) -> Conversation:
     row = {
         "prompt": write_messages(conversation.prompt),
@@ -107,7 +103,6 @@ ROUTES = {
         read_item(unpack(pack(write_item(conversation_to_sample(it)))))
     ),
     "JSON as a text": lambda it: read_text(json.dumps(write_messages(it.messages))),
-    "ChatML": of_chatml,
     "a row to score": lambda it: read_answers(
         {"messages": write_messages(it.messages)}, "1", lambda it: it
     ).conversations()[0],
@@ -119,7 +114,6 @@ ROUTES = {
 }
 # What a vocabulary cannot carry, and says so.
 REFUSALS = {
-    "ChatML": ("holds", "two texts in a row", "options", "is no word"),
     "OpenRLHF's label": ("a query is a text", "a query ends"),
     "a training pair": ("is empty", "the answers are the same"),
     "a training pair of whole conversations": ("is empty", "the answers are the same"),

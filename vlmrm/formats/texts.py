@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vlmrm.conversation import ROLES, Conversation, Image, Message, Messages, Part, Text, Video, media_of, with_article
+from vlmrm.conversation import ROLES, Conversation, Image, Message, Messages, Part, Text, Video, media_of
 from vlmrm.errors import RowError
 from vlmrm.formats.openai import KINDS, read_messages, read_reference
 
@@ -113,31 +113,6 @@ def read_text(text: str, images: Sequence[Any] = (), videos: Sequence[Any] = ())
     conversation = Conversation(messages)
     _ = conversation.answer
     return conversation
-
-
-def write_text(conversation: Conversation) -> tuple[str, list[Any], list[Any]]:
-    """Return a conversation in ChatML, and its images and videos in order; `read_text` reads them back."""
-    _ = conversation.answer
-    media = media_of(conversation.messages)
-    for message in conversation.messages:
-        name = f"{with_article(message.role)} message"
-        if token := re.search(r"<\|[^<>|]+\|>", message.text):
-            raise RowError(f"{name} holds {token[0]}, which ChatML would read as its own")
-        if not re.fullmatch(r"\w+", message.role):
-            raise RowError(f"the role {message.role!r:.60} is no word, as ChatML needs it")
-        for part, after in zip(message.content, message.content[1:], strict=False):
-            if isinstance(part, Text) and isinstance(after, Text):
-                raise RowError(f"{name} has two texts in a row, which ChatML makes one")
-    if any(isinstance(medium, Video) and medium.options.as_dict() for medium in media):
-        raise RowError("a video has options, which ChatML cannot express")
-
-    def written(part: Part) -> str:
-        return part.text if isinstance(part, Text) else f"<|vision_start|><|{part.kind}_pad|><|vision_end|>"
-
-    turns = ((m.role, "".join(map(written, m.content))) for m in conversation.messages)
-    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in turns)
-    references = {kind: [it.reference for it in media if it.kind == kind] for kind in ("image", "video")}
-    return text, references["image"], references["video"]
 
 
 def load_json(text: str) -> Any:

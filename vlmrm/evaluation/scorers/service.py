@@ -1,7 +1,4 @@
-"""`http://...`: a reward service: vlmrm's own, vLLM's `/classify` and `/score`, or OpenRLHF's `/get_reward`.
-
-The last part of the path names the protocol; without one of these it is `vlmrm serve`'s `/v1/rewards`.
-"""
+"""`http://...`: a reward service, vlmrm's own; `http://.../classify`: a classifier of vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,13 +15,12 @@ from vlmrm.errors import CheckpointError, ConfigError, RewardError, RowError
 from vlmrm.evaluation.entry import Entry, OpenEntry, Spec, SweepRun
 from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import Compared, ConversationScorer, compared, origin_of
-from vlmrm.formats.texts import write_text
 from vlmrm.http import Refused, Server, read_json, run
 from vlmrm.rewards.remote import Endpoints, json_content
-from vlmrm.scoring.remote import RemoteScorer, chat_content, classify_body
+from vlmrm.scoring.remote import RemoteScorer, classify_body
 from vlmrm.settings import did_you_mean
 
-ROUTES = ("classify", "score", "get_reward")
+CLASSIFY = "/classify"
 OPTIONS = ("model", "token_env", "timeout", "concurrency")
 TIMEOUT = 600.0
 
@@ -50,11 +46,11 @@ class ServiceEntry(Entry):
             raise ConfigError(
                 f"scorer {spec.text}: there is no environment variable {variable}: export the token in it."
             )
-        base, _, last = spec.body.rstrip("/").rpartition("/")
-        self.route = last if last in ROUTES else None
-        self.url = base if self.route else spec.body
+        body = spec.body.rstrip("/")
+        self.classifies = body.endswith(CLASSIFY)
+        self.url = body.removesuffix(CLASSIFY)
         self.address = Server(self.url, "scorer", self.token)
-        super().__init__(self.address.name, (self.route or "rewards") + spec.suffix, spec.text)
+        super().__init__(self.address.name, ("classify" if self.classifies else "rewards") + spec.suffix, spec.text)
 
     def info(self) -> dict[str, Any]:
         """Return what `vlmrm serve` says about the reward."""
@@ -65,7 +61,7 @@ class ServiceEntry(Entry):
         except (RewardError, KeyError, TypeError) as error:
             reason = str(error) if isinstance(error, RewardError) else f"{where} is none of a vlmrm service"
             raise CheckpointError(
-                f"{reason}: start vlmrm serve, or name one of {', '.join(ROUTES)} in the path."
+                f"{reason}: start vlmrm serve, or end the address of a vLLM server with {CLASSIFY}."
             ) from None
         if self.model_name is None and len(served) == 1:
             return next(iter(served.values()))
@@ -77,11 +73,11 @@ class ServiceEntry(Entry):
 
     def digest(self) -> str:
         """Return the digest of the address, and of the revision that `vlmrm serve` says it serves."""
-        revision = None if self.route else self.info().get("revision")
+        revision = None if self.classifies else self.info().get("revision")
         return hashlib.sha256(json.dumps([self.path, revision]).encode()).hexdigest()
 
     def open(self, run: SweepRun) -> OpenEntry:
-        return _Service(self, run) if self.route is None else _OtherService(self, run)
+        return _Classifier(self, run) if self.classifies else _Service(self, run)
 
 
 class _Service(ConversationScorer):
@@ -114,61 +110,35 @@ class _Service(ConversationScorer):
         return origin_of(self.entry.digest(), **details)
 
 
-class _OtherService(ConversationScorer):
-    """Another server, asked for one conversation a request."""
+class _Classifier(ConversationScorer):
+    """vLLM's classifier with one label, asked for the logit of one conversation a request."""
+
+    sees = frozenset({"image"})
 
     def __init__(self, entry: ServiceEntry, run: SweepRun):
-        # A query of OpenRLHF is a text; vLLM takes images as data URIs.
-        self.sees = frozenset() if entry.route == "get_reward" else frozenset({"image"})
         super().__init__(entry.path, run)
         self.entry = entry
         self.servers = Endpoints([entry.url], timeout=float(entry.timeout), attempts=3, token=entry.token)
+        self.model = {} if entry.model_name is None else {"model": entry.model_name}
 
     def score_each(self, conversations: Sequence[Conversation]) -> list[float | RowError]:
         with ThreadPoolExecutor(int(self.entry.concurrency)) as threads:
             return list(threads.map(self._score, conversations))
 
     def _score(self, conversation: Conversation) -> float | RowError:
-        body, read = _PROTOCOLS[str(self.entry.route)]
-        model = {} if self.entry.model_name is None else {"model": self.entry.model_name}
         try:
-            answer = self.servers.post(f"/{self.entry.route}", json_content(body(conversation) | model))
+            answer = self.servers.post(CLASSIFY, json_content(classify_body(conversation, **self.model)))
         except RowError as error:
             return error
         except Refused as error:
             return RowError(str(error))
         try:
-            score = read(answer)
+            [score] = answer["data"][0]["probs"]
         except (LookupError, TypeError, ValueError):
-            raise RewardError(f"{self.name} answered {json.dumps(answer)[:200]}, without a score.") from None
+            raise RewardError(f"{self.name} answered {json.dumps(answer)[:200]}, without one score.") from None
         if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
             raise RewardError(f"{self.name} answered {score!r} as a score.")
         return float(score)
 
     def origin(self) -> Origin:
-        details = {"url": self.entry.address.name, "route": f"/{self.entry.route}"}
-        details |= {"model": self.entry.model_name} if self.entry.model_name else {}
-        return origin_of(self.entry.digest(), **details)
-
-
-def _score(conversation: Conversation) -> dict[str, Any]:
-    """Return a request for the score of a prompt of one turn and an answer."""
-    if len(conversation.prompt) != 1:
-        raise RowError(f"its prompt has {len(conversation.prompt)} turns, and /score takes one: use /classify")
-    first, second = (chat_content(message) for message in (conversation.prompt[0], conversation.answer))
-    sides = [side if isinstance(side, str) else {"content": side} for side in (first, second)]
-    return {"text_1": sides[0], "text_2": sides[1], "use_activation": False}
-
-
-def _one_class(answer: Any) -> float:
-    [data] = answer["data"]
-    if len(data["probs"]) != 1:
-        raise RewardError(f"/classify answered {len(data['probs'])} classes, and a reward model has one.")
-    return data["probs"][0]
-
-
-_PROTOCOLS: dict[str, tuple[Callable[[Conversation], dict[str, Any]], Callable[[Any], Any]]] = {
-    "classify": (classify_body, _one_class),
-    "score": (_score, lambda answer: answer["data"][0]["score"]),
-    "get_reward": (lambda conversation: {"query": [write_text(conversation)[0]]}, lambda answer: answer["rewards"][0]),
-}
+        return origin_of(self.entry.digest(), url=self.entry.address.name, route=CLASSIFY, **self.model)
