@@ -168,7 +168,7 @@ INHERITED = {
         "keep the inputs of layers in the memory of the host.",
         "activation_offloading": "Keep activations in the memory of the host; without DeepSpeed and FSDP.",
         "deepspeed": "DeepSpeed configuration: `zero2.json` or `zero3.json`.",
-        "fsdp": "`true`: share out the weights with PyTorch's FSDP2, on several GPUs.",
+        "fsdp": "`true`: share out the weights with PyTorch's FSDP2; on one GPU, compute in bfloat16 beside float32.",
         "fsdp_config": "Configuration of FSDP2: `fsdp2.json`, or its keys.",
         "use_cpu": "Train on the CPU; set automatically where there is no GPU.",
     },

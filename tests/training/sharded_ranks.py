@@ -1,4 +1,4 @@
-"""Run by test_fsdp in two processes: FSDP2 without a GPU.
+"""Run by test_fsdp in one process or two: FSDP2 without a GPU.
 
 accelerate shards on accelerators alone, by the kind of its processes. That kind is all that is replaced here: torch's
 own collectives run over gloo, and preparing, training, saving and resuming are accelerate's and transformers' own.
@@ -73,9 +73,10 @@ def watched(prepare):
         weights = list(prepared[0].parameters())
         share = sum(weight.to_local().numel() for weight in weights) / sum(weight.numel() for weight in weights)
 
-        def say(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
+        def say(module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
             types = {*(str(weight.dtype) for weight in module.parameters()), str(output.dtype)}
-            sys.stdout.write("RUN " + json.dumps({"share": share, "head": sorted(types)}) + "\n")
+            said = {"share": share, "head": sorted(types), "hidden": str(inputs[0].dtype)}
+            sys.stdout.write("RUN " + json.dumps(said) + "\n")
             handle.remove()
 
         handle = self.reward_model.score.register_forward_hook(say)
@@ -84,9 +85,11 @@ def watched(prepare):
     return prepare_and_say
 
 
-def run(rank: int, port: int, folder: Path, families: Sequence[str], runs: Sequence[Sequence[str]]) -> None:
+def run(
+    rank: int, world: int, port: int, folder: Path, families: Sequence[str], runs: Sequence[Sequence[str]]
+) -> None:
     """Compare `families`, then train with each of the words of `runs`; what is said goes into `folder`, by rank."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with (
         open(folder / f"rank{rank}.txt", "w", buffering=1) as out,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from accelerate import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import distributed
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from tests.runs import ROOT
@@ -20,7 +22,7 @@ from vlmrm.errors import ConfigError
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.families import BY_MODEL_TYPE
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.engines import compiles, engine_environment
+from vlmrm.training.engines import alone, compiles, engine_environment
 
 
 @pytest.fixture
@@ -105,6 +107,21 @@ def test_a_run_restores_the_environment_it_sets(monkeypatch):
     with engine_environment():
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_DYNAMO_BACKEND": "inductor"}
     assert "ACCELERATE_USE_FSDP" not in os.environ and os.environ["ACCELERATE_DYNAMO_BACKEND"] == "no"
+
+
+@pytest.mark.parametrize(("gpus", "keys", "ranks"), [(1, FSDP, 1), (1, {}, None), (8, FSDP, None)])
+def test_an_engine_of_one_process_has_a_group_of_one(gpus, keys, ranks, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(distributed, "init_process_group", partial(distributed.init_process_group, "gloo"))
+    args: Any = SimpleNamespace(**{"fsdp": None, "deepspeed": None, "use_cpu": False} | keys)
+    try:
+        with alone(args):
+            assert (os.environ.get("LOCAL_RANK"), distributed.is_initialized()) == (ranks and "0", bool(ranks))
+            assert not ranks or distributed.get_world_size() == ranks
+        assert "LOCAL_RANK" not in os.environ
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def test_blocks_are_compiled_by_default_where_that_pays():

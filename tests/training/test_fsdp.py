@@ -1,4 +1,4 @@
-"""FSDP2: two processes that share out the weights train as one process that holds them all."""
+"""FSDP2: processes that share out the weights train as one process that holds them all."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def mixed_rows(folder: Path) -> Path:
     return write_rows(folder / "mixed.jsonl", rows)
 
 
-def run_sharded(folder: Path, families: Sequence[str], runs: Sequence[Sequence[str]]) -> str:
-    """Run `sharded_ranks` in two processes, copies of this one and its imports; return what both said."""
+def run_sharded(folder: Path, families: Sequence[str], runs: Sequence[Sequence[str]], world: int = 2) -> str:
+    """Run `sharded_ranks` in processes that are copies of this one and its imports; return what they said."""
     from tests.training import sharded_ranks
 
     with socket.socket() as probe:
@@ -46,15 +46,15 @@ def run_sharded(folder: Path, families: Sequence[str], runs: Sequence[Sequence[s
         port = probe.getsockname()[1]
     fork = multiprocessing.get_context("fork")
     ranks = [
-        fork.Process(target=sharded_ranks.run, args=(rank, port, folder, families, runs), daemon=True)
-        for rank in range(2)
+        fork.Process(target=sharded_ranks.run, args=(rank, world, port, folder, families, runs), daemon=True)
+        for rank in range(world)
     ]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(timeout=300)
-    said = "".join((folder / f"rank{rank}.txt").read_text() for rank in range(2))
-    assert [process.exitcode for process in ranks] == [0, 0], said
+    said = "".join((folder / f"rank{rank}.txt").read_text() for rank in range(world))
+    assert [process.exitcode for process in ranks] == [0] * world, said
     return said
 
 
@@ -96,3 +96,16 @@ def test_sharded_training_is_that_of_one_process(tmp_path, tiny_checkpoint, trai
         loaded = load_checkpoint(tmp_path / name / "final")
         assert loaded.model.score.weight.dtype == torch.float32
     assert all("lora_" in name or name.endswith("score.weight") for name in weights(tmp_path / "adapter" / "final"))
+
+
+def test_one_process_computes_in_half_precision_beside_float32_weights(tmp_path, tiny_checkpoint, train_here):
+    data = mixed_rows(tmp_path / "data")
+    keys = {"bf16": True, "max_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 4}
+    half = {**keys, "fsdp": True}
+    said = run_sharded(tmp_path, (), [short_training(tiny_checkpoint, data, tmp_path / "one", **half)], world=1)
+    [held] = [json.loads(line[4:]) for line in said.splitlines() if line.startswith("RUN ")]
+    assert held == {"share": 1.0, "head": ["torch.float32"], "hidden": "torch.bfloat16"}
+    trained = weights(tmp_path / "one" / "final")
+    assert any((weight != weight.bfloat16()).any() for name, weight in trained.items() if ".q_proj." in name)
+    alone = train_here(data, "alone", **keys).model_dir.parent / "checkpoint-4"  # float32 weights under autocast
+    assert logged(tmp_path / "one" / "checkpoint-4", "loss") == pytest.approx(logged(alone, "loss"), abs=0.02)

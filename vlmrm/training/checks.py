@@ -43,14 +43,8 @@ def check_launch(run: RunArguments) -> None:
 
 
 def check_visible(run: RunArguments) -> None:
-    """Refuse a launch of a single process on several GPUs, or with FSDP."""
+    """Refuse a launch of a single process on several GPUs."""
     check_gpus(run.training.n_gpu)
-    check_shared_out(run.training, run.training.world_size)
-
-
-def check_shared_out(args: RewardTrainingArguments, ranks: int) -> None:
-    if args.fsdp and ranks == 1 and not args.use_cpu:
-        raise ConfigError("fsdp shares out the weights among processes, and this is one: remove it, or start several.")
 
 
 def check_gpus(count: int) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.dataclasses import get_module_class_from_name
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -113,6 +113,22 @@ def _fsdp_config(value: Any) -> dict[str, Any] | None:
         if FSDP_KEYS[key] and str(setting) not in map(str, FSDP_KEYS[key]):
             raise ConfigError(f"fsdp_config: {key} is {setting}: it must be {FSDP_KEYS[key][0]}, or left out.")
     return config
+
+
+@contextmanager
+def alone(args: RewardTrainingArguments) -> Generator[None]:
+    """Let one process on one GPU be all the ranks of an engine, which computes in `bf16` beside float32 weights."""
+    started = "LOCAL_RANK" in os.environ or args.use_cpu or torch.cuda.device_count() != 1
+    if started or not (args.fsdp or args.deepspeed):
+        yield
+        return
+    if not distributed.is_initialized():
+        distributed.init_process_group(store=distributed.HashStore(), rank=0, world_size=1)
+    os.environ["LOCAL_RANK"] = "0"  # by which accelerate looks for a group
+    try:
+        yield
+    finally:
+        del os.environ["LOCAL_RANK"]  # commands that are started from here are no ranks
 
 
 def check_engine_files(args: RewardTrainingArguments) -> None:
@@ -229,7 +245,7 @@ def check_combination(model: ModelArguments, args: RewardTrainingArguments) -> N
         ("load_in_4bit", model.load_in_4bit, ENGINES[3:], f"weights of 4 bits cannot be shared out: {zero2}"),
         ("activation_offloading", args.activation_offloading, ENGINES[1:], offload),
         ("fp16", args.fp16, ENGINES[4:], "write bf16: true"),
-        ("torch_compile", args.torch_compile, ENGINES[3:], "remove it"),
+        ("torch_compile", args.torch_compile, ENGINES[3:4], "remove it"),
     ]
     for part, used, engines, instead in refused:
         if used and engine in engines:

@@ -110,7 +110,7 @@ def estimate_memory(
     if args.deepspeed:  # its step reads gradients in float32, in ZeRO-3 by groups
         group = args.hf_deepspeed_config.get_value("zero_optimization.sub_group_size", SUB_GROUP)
         rest = max(rest, 4 * min(count * of_optimizer, group if of_weights < 1 else math.inf))
-    if of_weights < 1:
+    if of_weights < 1 or args.fsdp:
         rest += gathered(model, args, weights)
     return Memory(
         weights=int(wider * weights * of_weights),
@@ -176,7 +176,7 @@ def prepared(model: Any, lengths: Sequence[int], run: RunArguments, processor: A
 
 
 def gathered(model: nn.Module, args: RewardTrainingArguments, weights: float) -> float:
-    """Return the bytes of the weights of others that a rank holds at a time, of `weights` in all.
+    """Return the bytes of weights that a rank gathers at a time, of `weights` in all.
 
     ZeRO-3 keeps up to `stage3_max_live_parameters`. FSDP2 keeps what is in no layer, the layer that is computed, the
     next, and the gradients of a layer until they are shared out.

@@ -30,7 +30,7 @@ from vlmrm.files import plain_write_errors
 from vlmrm.modeling import load_processor, lora_config
 from vlmrm.training.arguments import RunArguments
 from vlmrm.training.build import build_collator, build_model, build_trainer, weight_dtype
-from vlmrm.training.checks import CHECKS, check_disk, check_shared_out, check_visible, checkpoint_bytes
+from vlmrm.training.checks import CHECKS, check_disk, check_visible, checkpoint_bytes
 from vlmrm.training.engines import engine_of
 from vlmrm.training.fit import fit
 from vlmrm.training.folder import check_base, check_settings, check_unlocked, restart_of, training_settings
@@ -120,7 +120,7 @@ def plan_training(config: Configuration) -> TrainingPlan:
         return plan
     output = Path(run.training.output_dir).absolute()
     with plan.stage(), plain_write_errors(output, "output_dir"), tempfile.TemporaryFile(dir=existing_parent(output)):
-        check_shared_out(run.training, plan.processes)
+        pass
     with plan.stage():
         check_unlocked(Path(run.training.output_dir))  # else a checkpoint that is being written looks broken
         _plan_resume(plan, run)
