@@ -125,13 +125,14 @@ class Correlation(Figure):
 
 @dataclass(frozen=True)
 class Lost(Figure):
-    """By how much a figure of N rows is above another of the same rows."""
+    """By how much a figure of N rows is above another of the same rows; equal values, without ranks, keep nothing."""
 
     before: Figure
     after: Figure
 
     def influence(self) -> Influence:
         a, b = self.before.influence(), self.after.influence()
+        b = b._replace(value=0.0) if np.isnan(b.value) else b
         return Influence(a.value - b.value, a.rows - b.rows, a.shares, a.n)
 
 
