@@ -136,7 +136,7 @@ def test_an_engine_that_would_not_run_is_refused(tmp_path, tiny_checkpoint):
     assert not (tmp_path / "out/final").exists()
 
 
-@pytest.mark.parametrize("deepspeed", [None, "zero3.json"])
+@pytest.mark.parametrize("deepspeed", [None, "zero2.json", "zero3.json"])
 def test_ranks_with_more_parts_than_others_train_along(tmp_path, on_one_and_two, deepspeed):
     """Lists of two to four answers, rated and criticised, under a budget that splits batches and cuts some lists."""
     data = colour_lists(tmp_path / "data", 12)
