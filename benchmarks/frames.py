@@ -8,11 +8,16 @@ another's 10th on, by turns, each stored as the collector does: held against a l
 `score_64` is a step of `FrameReward` with 64 environments that take no time, over the model's forward pass alone.
 `prefix_scores` is a vision-language model (h512) that scores every prefix of an episode, in a forward for each over
 the one forward of `LocalScorer.score_prefixes`, whose scores are compared first; rendering is in neither.
+`progress_order` is the share of any two frames of new clips, rewinds among them, that a model of `frames values`
+has in the right order; `above_controls` how much more that is than of a clock, which counts frames, and of the model
+where each frame is the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -26,14 +31,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from gymnasium.vector import AutoresetMode, VectorEnv
-from PIL import Image
+from PIL import Image, ImageDraw
 
-from benchmarks import harness
+from benchmarks import harness, runs
 from benchmarks.harness import Row, row
 from benchmarks.shapes import configuration, reward_checkpoint
+from vlmrm.modeling import make_tiny
+from vlmrm.scoring import load_scorer
 from vlmrm.scoring.loading import load_local_scorer
 from vlmrm.scoring.protocol import prefixes_of
 from vlmrm.settings import validate
+from vlmrm.training import train
 from vlmrm_robots.frames.checkpoint import save_classifier
 from vlmrm_robots.frames.classifier import FrameClassifier, classifier_config, model_input
 from vlmrm_robots.frames.collecting import collect
@@ -41,6 +49,7 @@ from vlmrm_robots.frames.dataset import FrameIndex, Inputs
 from vlmrm_robots.frames.frame_reward import FrameReward
 from vlmrm_robots.frames.settings import CollectSettings, RewardModelSettings, TrainSettings
 from vlmrm_robots.frames.training import FrameTrainer, initial_classifier
+from vlmrm_robots.trajectories.rows import write_values
 from vlmrm_robots.trajectories.trajectory import Trajectory, find_trajectory, holds, open_folder, write_trajectory
 
 COLLECT = 150.0  # frames a second
@@ -58,14 +67,17 @@ WRITTEN, TIMED = 2000, 100  # files before those whose writing is timed, and how
 LIMIT = 10_000  # files that the folders may hold
 KEY = "base_camera"
 TASK = "Push the block to the goal."
+ORDER = 0.95  # of two frames
+SEEDS, SHOWN, STEPS_OF_TRAINING = 3, 5, 600  # models, frames of a clip, and steps of 16 clips
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
     if options.quick:
         rows = [collection(1, 1), training(1, episodes=2, frames=32, epochs=1), scoring(1)]
-        return [*rows, writing(50), prefixes(1, "tiny", frames=4)]
+        return [*rows, writing(50), prefixes(1, "tiny", frames=4), *progress(1, 4, steps=2)]
     rows = [collection(ROUNDS, EPISODES), training(ROUNDS, episodes=4, frames=256, epochs=EPOCHS), scoring(ROUNDS)]
-    return [*rows, writing(WRITTEN), prefixes(ROUNDS, "h512", frames=PREFIX_FRAMES)]
+    rows += [writing(WRITTEN), prefixes(ROUNDS, "h512", frames=PREFIX_FRAMES)]
+    return [*rows, *progress(SEEDS, 200, STEPS_OF_TRAINING)]
 
 
 def collection(rounds: int, episodes: int) -> Row:
@@ -218,6 +230,69 @@ def prefixes(rounds: int, size: str, frames: int) -> Row:
     ratio = timings.ratio("alone", "one")
     details = {"difference": difference, "seconds": timings.median("one")}
     return row("prefix_scores", ratio.pop("measured"), "x", at_least=PREFIXES) | ratio | details
+
+
+def progress(seeds: int, episodes: int, steps: int) -> list[Row]:
+    """Train a tiny model for each seed on clips of growing discs, and order the frames of new clips by it."""
+    with runs.workplace() as folder:
+        found = [in_order(folder / str(seed), seed, episodes, steps) for seed in range(seeds)]
+    each = {name: [figures[name] for figures in found] for name in found[0]}
+    means = {name: statistics.mean(values) for name, values in each.items()}
+    above = [min(it["order"] - it["clock"], it["order"] - it["first_frame"]) for it in found]
+
+    def spread(values: Sequence[float]) -> dict[str, float]:
+        return {"lowest": min(values), "highest": max(values), "seeds": seeds}
+
+    order = row("progress_order", means.pop("order"), "share of frames two by two", at_least=ORDER)
+    beyond = row("above_controls", min(above), "the least of the seeds", at_least=0.0)
+    return [order | spread(each["order"]) | means, beyond | spread(above)]
+
+
+def in_order(folder: Path, seed: int, episodes: int, steps: int) -> dict[str, float]:
+    """Return the share of frames in the right order, two by two: of a model, of its rewinds, and of controls."""
+    made, new = (
+        values_of_discs(folder / name, np.random.default_rng([seed, number]), count)
+        for number, (name, count) in enumerate({"train": episodes, "new": max(episodes // 4, 4)}.items())
+    )
+    keys: dict[str, Any] = {"outputs": ["done=progress", "success=correctness"], "seed": seed, "max_steps": steps}
+    keys |= {"per_device_train_batch_size": 16, "learning_rate": 1e-3, "warmup_steps": steps // 12}
+    words = runs.training_words(make_tiny(folder / "base"), [made], folder / "out", **keys)
+    scorer = load_scorer(train(words).model_dir, dtype="float32")
+    shares: dict[str, list[float]] = {name: [] for name in ("order", "rewinds", "clock", "first_frame")}
+    for line in map(json.loads, new.read_text().splitlines()):
+        way = np.array(line["progress"], dtype=np.float64)
+        before, after = np.triu_indices(len(way), 1)
+        apart = np.sign(way[after] - way[before])
+        if not np.nansum(np.abs(apart)):  # of one frame, or a failure's NaN
+            continue
+        frames = [Image.open(new.parent / name) for name in line["frames"]]
+        shown = {"order": frames, "first_frame": [frames[0]] * len(frames)}
+        scores = {name: np.array(scorer.score_prefixes(line["task"], clip)) for name, clip in shown.items()}
+        for name, values in {**scores, "clock": np.arange(len(way))}.items():
+            right = (1 + np.sign(values[after] - values[before]) * apart) / 2  # a tie is half
+            shares[name].append(float(right[apart != 0].mean()))
+        if line["category"] == "rewind":
+            shares["rewinds"].append(shares["order"][-1])
+    return {name: statistics.mean(values) for name, values in shares.items()}
+
+
+def values_of_discs(folder: Path, rng: np.random.Generator, count: int) -> Path:
+    """Write the values of `count` episodes in which a disc grows, to its whole size or in three of ten less far."""
+    for number in range(count):
+        length, reached = int(rng.integers(6, 15)), 1.0 if rng.random() < 0.7 else rng.uniform(0.3, 0.8)
+        light, hue = (int(it) for it in rng.integers(0, 256, 2))
+        centre = rng.integers(22, 35, 2)
+        frames = []
+        for done in np.linspace(0, reached, length):
+            image = Image.new("RGB", (56, 56), (light // 2,) * 3)
+            corners = [*(centre - 3 - 15 * done), *(centre + 3 + 15 * done)]
+            ImageDraw.Draw(image).ellipse(corners, fill=(255, hue, 0))
+            frames.append(np.asarray(image).transpose(2, 0, 1))
+        labels = (np.arange(length) == length - 1) * (reached == 1.0)
+        write_trajectory(folder, Trajectory({KEY: np.stack(frames)}, labels.astype(np.float32)), f"{number:016x}")
+    output = folder.with_suffix(".jsonl")
+    write_values(open_folder(folder), output, task="Make the disc large.", frames=SHOWN)
+    return output
 
 
 class Still(VectorEnv):

@@ -22,17 +22,23 @@ ACTIVATIONS = {"relu": nn.ReLU, "silu": nn.SiLU, "tanh": nn.Tanh, "gelu": nn.GEL
 class Float32Linear(nn.Linear):
     """A linear layer that computes in float32, whatever the type of its input, its weights or autocast.
 
-    bfloat16 has less than three significant digits: two good answers would tie by rounding.
+    bfloat16 has less than three significant digits: two good answers would tie by rounding. `heads` are the outputs of
+    heads side by side, each of which sees its share of the inputs alone.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = True):
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, heads: Sequence[int] = ()):
         super().__init__(in_features, out_features, bias=bias, dtype=torch.float32)
+        self.heads = list(heads) or [out_features]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with torch.autocast(input.device.type, enabled=False):
             # DeepSpeed and FSDP may have cast the weights to half precision.
             bias = None if self.bias is None else self.bias.float()
-            return nn.functional.linear(input.float(), self.weight.float(), bias)
+            weight = self.weight.float()
+            if (count := len(self.heads)) > 1:  # what is between them has no gradient, and stays 0
+                rows = enumerate(weight.split(self.heads))
+                weight = torch.block_diag(*(of.chunk(count, 1)[place] for place, of in rows))
+            return nn.functional.linear(input.float(), weight, bias)
 
 
 class Float32GroupNorm(nn.GroupNorm):
@@ -52,6 +58,7 @@ class Head:
     hidden: Sequence[int] = ()  # widths of the hidden layers, each followed by `activation`; all of them have biases
     activation: str = "silu"  # one of `ACTIVATIONS`
     bias: bool = False  # of the last layer. It moves all scores alike, so training makes none
+    heads: int = 1  # side by side: from the second layer on, each sees no channel of another
     groups: int = 0  # in which a normalisation before each activation takes the channels; 0: there is none
 
     def __post_init__(self):
@@ -80,7 +87,8 @@ class Head:
         layers: list[nn.Module] = []
         for before, after in pairwise([width, *self.hidden]):
             norm = [Float32GroupNorm(self.groups, after)] if self.groups else []
-            layers += [Float32Linear(before, after), *norm, ACTIVATIONS[self.activation]()]
+            heads = [after // self.heads] * self.heads if layers else []
+            layers += [Float32Linear(before, after, heads=heads), *norm, ACTIVATIONS[self.activation]()]
         return nn.Sequential(*layers)
 
 

@@ -338,8 +338,8 @@ def convert_head(
     if norm:
         mean, std = (torch.tensor([norm[f"{name}_{it}"] for name in outputs.names]) for it in ("mean", "std"))
         last, bias = last.float() / std[:, None], ((0.0 if bias is None else bias.float()) - mean) / std
-    groups = len(layout.heads) if norms else 0
-    head = Head([len(weight) for weight, _ in layers], layout.activation or "silu", bias is not None, groups)
+    count, hidden = len(layout.heads), [len(weight) for weight, _ in layers]
+    head = Head(hidden, layout.activation or "silu", bias is not None, count, groups=count if norms else 0)
     weights = {"score.weight": last} | ({} if bias is None else {"score.bias": bias})
     for place, of_kind in enumerate((layers, norms)):
         for index, (weight, hidden_bias) in enumerate(of_kind):

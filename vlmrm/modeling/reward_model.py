@@ -110,7 +110,8 @@ class RewardModel(PreTrainedModel):
             self.score_hidden = head.hidden_layers(width)
         bias = head.bias or any(output.rates for output in self.outputs)  # of pairs only differences mean something
         self.register_buffer("language_head", None, persistent=False)
-        self.score = Float32Linear([width, *head.hidden][-1], self.outputs.columns, bias=bias)
+        apart = [output.columns for output in self.outputs] if head.heads > 1 else ()
+        self.score = Float32Linear([width, *head.hidden][-1], self.outputs.columns, bias=bias, heads=apart)
         touch_vision_experts(self)
         towers = existing_parts(self.model, self.family.towers)
         attend_by_segments(self.model, towers)

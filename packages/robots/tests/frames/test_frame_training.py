@@ -192,20 +192,8 @@ def test_an_unwritable_checkpoint_is_named_before_training(tmp_path, monkeypatch
 
 def train_words(root: Path, *words: object) -> list[str]:
     folders = ["--positive-dir", root / "positive", "--negative-dir", root / "negative"]
-    words = (
-        *words,
-        "--image-size",
-        3,
-        SIDE,
-        SIDE,
-        "--hidden-dim",
-        16,
-        "--num-spatial-blocks",
-        2,
-        "--ignore-around",
-        0,
-    )
-    return [*map(str, ["train", *folders, "--output-checkpoint", root / "model.safetensors", *words])]
+    small = ["--image-size", 3, SIDE, SIDE, "--hidden-dim", 16, "--num-spatial-blocks", 2, "--ignore-around", 0]
+    return [*map(str, ["train", *folders, "--output-checkpoint", root / "model.safetensors", *words, *small])]
 
 
 def test_the_command_reports_its_data_and_classifier_worth(tmp_path, capsys):

@@ -47,22 +47,6 @@ def test_an_episode_is_read_with_cameras_and_labels(tmp_path):
     assert not trajectory.positive
 
 
-class Harm:
-    def __init__(self, victim: Path):
-        self.victim = victim
-
-    def __reduce__(self):
-        return Path.touch, (self.victim,)
-
-
-@pytest.mark.parametrize("where", ["observations", "infos", "actions"])
-def test_an_episode_that_would_run_something_is_refused(tmp_path, where):
-    path = episode(tmp_path / "0.pkl", **{where: [{"main_images": Harm(tmp_path / "ran")}]})
-    with pytest.raises(DataError, match=r"0\.pkl is refused: it asks for"):
-        read_episode(path)
-    assert not (tmp_path / "ran").exists()
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

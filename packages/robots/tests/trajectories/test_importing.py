@@ -14,10 +14,7 @@ from vlmrm import cli
 from vlmrm.errors import DataError
 from vlmrm_robots.trajectories.importing import Imported, episodes_in, import_episodes, read_pickled
 from vlmrm_robots.trajectories.pickles import read_dictionary
-from vlmrm_robots.trajectories.trajectory import (
-    open_folder,
-    trajectory_paths,
-)
+from vlmrm_robots.trajectories.trajectory import open_folder, trajectory_paths
 
 STORED = np.random.default_rng(0).integers(0, 256, (3, 3, 4, 4), dtype=np.uint8)
 LABELS = np.array([0, 0, 1], dtype=np.float32)
@@ -134,8 +131,11 @@ def test_a_pickle_running_a_program_is_refused_unrun(tmp_path, position):
         np.array([harm], dtype=object) if position == "label" else LABELS,
         **({"more": harm} if position == "more" else {"key": {(harm,): 1}} if position == "key" else {}),
     )
-    with pytest.raises(DataError, match=r"is refused: it asks for posix.system"):
-        read_dictionary(path)
+    dumped = tmp_path / "0.pkl"
+    dumped.write_bytes(pickle.dumps({"infos": [harm]}))
+    for file in (path, dumped):
+        with pytest.raises(DataError, match=r"is refused: it asks for posix.system"):
+            read_dictionary(file)
     assert not victim.exists()
     np.load(path, allow_pickle=True)
     assert victim.exists()  # so it was harmful

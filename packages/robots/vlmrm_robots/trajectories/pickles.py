@@ -6,8 +6,6 @@ A few names of numpy and torch stand for functions of our own, and every other n
 from __future__ import annotations
 
 import pickle
-from collections.abc import Generator
-from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,37 +22,25 @@ REPEATS = 16  # times the bytes of a file: those of its frames, each counted as 
 
 
 def read_dictionary(path: Path) -> dict[Any, Any]:
-    """Read the dictionary in a `.npy` file, whose arrays are of numbers."""
-    with _plain_errors(path, "np.save writes"), path.open("rb") as file:
-        # Of NumPy's reader the header alone: np.load would run the pickle behind it.
-        version = npy.read_magic(file)
-        read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        shape, _, dtype = read_header(file)
-        if shape != () or dtype.kind != "O":
-            raise DataError(f"{path} holds an array of {dtype}, not a dictionary of images and labels.")
-        return _dictionary(path, _ArrayUnpickler(file).load())
-
-
-def read_pickle(path: Path) -> dict[Any, Any]:
-    """Read a pickled dictionary, whose arrays and tensors are arrays of numbers."""
-    with _plain_errors(path, "pickle.dump writes"), path.open("rb") as file:
-        return _dictionary(path, _ArrayUnpickler(file).load())
-
-
-@contextmanager
-def _plain_errors(path: Path, what: str) -> Generator[None]:
+    """Read the dictionary that pickle.dump or np.save wrote, whose arrays and tensors are arrays of numbers."""
+    writer = "np.save" if path.suffix == ".npy" else "pickle.dump"
     try:
-        yield
+        with path.open("rb") as file:
+            if writer == "np.save":  # of NumPy's reader the header alone: np.load would run the pickle behind it
+                version = npy.read_magic(file)
+                read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+                shape, _, dtype = read_header(file)
+                if shape != () or dtype.kind != "O":
+                    raise DataError(f"{path} holds an array of {dtype}, not a dictionary of images and labels.")
+            stored = _ArrayUnpickler(file).load()
+            stored = stored.item() if isinstance(stored, _Array) and stored.shape == () else stored
     except DataError:
         raise
     except pickle.UnpicklingError as error:
         raise DataError(f"{path} is refused: {first_line(error)}.") from error
     except Exception as error:  # a malicious file can raise anything
-        raise DataError(f"{path} cannot be read ({first_line(error)[:200]}): it is not what {what}.") from error
-
-
-def _dictionary(path: Path, stored: Any) -> dict[Any, Any]:
-    stored = stored.item() if isinstance(stored, _Array) and stored.shape == () else stored
+        said = first_line(error)[:200]
+        raise DataError(f"{path} cannot be read ({said}): it is not what {writer} writes.") from error
     if not isinstance(stored, dict):
         raise DataError(f"{path} holds no dictionary of images and labels, but {type(stored).__name__}.")
     return stored

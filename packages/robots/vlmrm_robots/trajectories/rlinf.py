@@ -12,7 +12,7 @@ import numpy as np
 
 from vlmrm.errors import CheckpointError, DataError
 from vlmrm.files import make_folder, require_new_file, require_new_folder, write_file
-from vlmrm_robots.trajectories.pickles import check_repeats, read_pickle
+from vlmrm_robots.trajectories.pickles import check_repeats, read_dictionary
 from vlmrm_robots.trajectories.trajectory import Trajectory, TrajectoryFile, listed, stored_as_bytes, to_unit
 
 logger = logging.getLogger("vlmrm")
@@ -27,7 +27,7 @@ def read_episode(path: Path) -> Trajectory:
 
     A frame's label is `success` of its info, else `success_once` of the info's `episode`, as RLinf labels frames.
     """
-    content = read_pickle(path)
+    content = read_dictionary(path)
     observations, infos = content.get("observations"), content.get("infos")
     if not isinstance(observations, list) or not isinstance(infos, list) or not observations:
         raise DataError(f"{path} has no observations and infos, but {listed(map(str, content))}.")
