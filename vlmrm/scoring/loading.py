@@ -30,6 +30,7 @@ def load_scorer(
     vision_cache_dir: str | Path | None = None,
     vision_cache_gb: float = 50.0,
     cache_bytes: int | None = 0,
+    cuda_graphs: bool = False,
     check_sight: bool = True,
     check_files: bool = True,
     reward: str | None = None,
@@ -50,6 +51,7 @@ def load_scorer(
         vision_cache_dir: folder that keeps the vision tower's features of images.
         cache_bytes: bound on what is kept in memory between calls, so that a later answer to the same prompt costs its
             own tokens: media, features of images, and prompts. 0 keeps nothing, None a quarter of a GPU's free memory.
+        cuda_graphs: replay the language model's forward of short rows; no GPU has measured it.
         check_sight: verify that the model sees, and that shared batches give exact scores.
         check_files: hash every file that the checkpoint's `COMPLETE.json` lists.
         reward: name of one reward, of a service that has several.
@@ -65,6 +67,7 @@ def load_scorer(
     if reward is not None:
         raise ConfigError(f"reward is an option of a service, and {model} is a folder: leave reward out.")
     switches = {"check_sight": check_sight, "check_files": check_files, "trust_remote_code": trust_remote_code}
+    switches["cuda_graphs"] = cuda_graphs
     for name, value in switches.items():
         if not isinstance(value, bool):  # the text "false" would count as true
             raise ConfigError(f"{name} is {value!r}: write true or false.")
@@ -88,7 +91,13 @@ def load_scorer(
     loaded.model.requires_grad_(False)
     if vision_cache_dir is not None:
         loaded.model.use_vision_cache(vision_cache_dir, vision_cache_gb)
-    return LocalScorer(loaded, max_tokens_per_batch=max_tokens_per_batch, batching=batching, cache_bytes=cache_bytes)
+    return LocalScorer(
+        loaded,
+        max_tokens_per_batch=max_tokens_per_batch,
+        batching=batching,
+        cache_bytes=cache_bytes,
+        cuda_graphs=cuda_graphs,
+    )
 
 
 SCORER_OPTIONS = tuple(inspect.signature(load_scorer).parameters)

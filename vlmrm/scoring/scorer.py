@@ -22,6 +22,7 @@ from vlmrm.errors import RowError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.rollouts import read_candidates
 from vlmrm.modeling import LoadedReward, batcher_for, sequence_limit
+from vlmrm.modeling.graphs import replay_graphs
 from vlmrm.modeling.head import total_of
 from vlmrm.modeling.vision_cache import FeatureCache
 from vlmrm.outputs import Outputs
@@ -52,6 +53,7 @@ class LocalScorer:
         max_tokens_per_batch: int = 16384,
         batching: str = "shared",
         cache_bytes: int | None = 0,
+        cuda_graphs: bool = False,
         renderer: Callable[..., Renderer] = Renderer,
     ):
         self.loaded = loaded
@@ -72,9 +74,11 @@ class LocalScorer:
         )
         self.engine = Engine(self.model, collator)
         self._told = False  # that prefixes are repeated
+        self._graphs = replay_graphs(self.model) if cuda_graphs else None
         if self.cache.limit:
             self.engine.prefixes = PrefixCache(self.cache, collator.batcher)
             self.model.vision_cache = FeatureCache(self.cache, self.model.vision_cache)
+        if self.cache.limit or cuda_graphs:
             self.score_each([PLACEHOLDER])  # a model refuses in its first forward: `prompts_kept` is known from now on
             self.clear_caches()
 
@@ -94,6 +98,8 @@ class LocalScorer:
     def clear_caches(self) -> None:
         """Drop all that is kept between calls, as after a change of the model's weights."""
         self.cache.clear()
+        if self._graphs is not None:
+            self._graphs.clear()
 
     def score(self, conversations: Sequence[ConversationLike]) -> list[float]:
         """Return the raw logit of each conversation, in order; raise RowError with the index of one without."""
