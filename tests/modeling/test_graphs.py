@@ -1,4 +1,4 @@
-"""Replayed rows: the scores of eager ones, for every layout of a size. Kernels are recorded as CUDA records them."""
+"""Replayed rows: the scores of eager ones, for every layout of a size."""
 
 from __future__ import annotations
 
@@ -9,39 +9,38 @@ import pytest
 import torch
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from tests.families.cases import CASES
-from tests.families.table import FAMILIES
+from tests.batching.test_shared import CASES
+from tests.modeling.test_compiled import prepared
 from tests.modeling.test_masks import bottom_right
 from tests.scoring.test_caches import open_scorer
 from vlmrm.batching.shared import PackedLayout, PackedSegment, Span
 from vlmrm.errors import ConfigError
-from vlmrm.modeling import batcher_for, kernels
-from vlmrm.modeling.graphs import Graphs, replay_graphs
+from vlmrm.modeling import kernels
+from vlmrm.modeling.graphs import Graphs
 from vlmrm.modeling.tiny import make_tiny_reward_model
-from vlmrm.rendering import Renderer
 
-aten = torch.ops.aten
-LENGTHS = "Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int max_q, int max_k, float scale, SymInt[] sides"
-torch.library.define("vlmrm_test::varlen", f"({LENGTHS}) -> Tensor")
+LENGTHS = "Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int max_q, int max_k, float scale, int[] sides"
+torch.library.define("vlmrm_test::varlen", f"({LENGTHS}) -> Tensor")  # one operator, as it is one kernel
 
 
 @torch.library.impl("vlmrm_test::varlen", "CPU")
-def kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale, sides):
+def varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale, sides):
     assert cu_q.diff().max() <= max_q and cu_k.diff().max() <= max_k
     return bottom_right(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=sides, enable_gqa=True)
 
 
 class Recorded(TorchDispatchMode):
-    """Stands for `torch.cuda.CUDAGraph` and the context of its capture: replays operators, not Python, on their memory."""
+    """Stands for a CUDA graph and its capture: replays what operators did, and no Python, in the same memory."""
 
     def __init__(self):
         super().__init__()
         self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # CUDA refuses to wait for a number; `mask_rule` asks on a CPU alone whether all is attended.
-        if func is aten._local_scalar_dense.default and args[0].dtype != torch.bool or func is aten.nonzero.default:
+        # CUDA waits for no number then. Whether a mask is all ones is a question on a CPU alone, in `mask_rule`.
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype != torch.bool:
             raise RuntimeError("operation not permitted when stream is capturing")
         output = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, output))
@@ -50,42 +49,27 @@ class Recorded(TorchDispatchMode):
     def replay(self):
         for func, args, kwargs, output in self.calls:
             again = func(*args, **kwargs)
-            for old, new in zip(*map(torch.utils._pytree.tree_leaves, (output, again)), strict=True):
+            for old, new in zip(tree_leaves(output), tree_leaves(again), strict=True):
                 if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
 
 
 @pytest.fixture
 def graphs(monkeypatch) -> list[Recorded]:
-    """The graphs that are recorded; attention takes the way of half precision on CUDA."""
+    """The graphs that are recorded, with attention as for half precision on CUDA."""
     made: list[Recorded] = []
-    standing = dict.fromkeys(("graph_pool_handle", "Stream", "current_stream"), lambda *args: Mock())
-    standing |= {
-        "CUDAGraph": Recorded,
-        "stream": nullcontext,
-        "graph": lambda graph, *args, **kwargs: made.append(graph) or graph,
-    }
-    for name, value in standing.items():
+    cuda = dict.fromkeys(("graph_pool_handle", "Stream", "current_stream"), lambda *args: Mock())
+    cuda |= {"CUDAGraph": Recorded, "stream": nullcontext, "graph": lambda it, *args, **kwargs: made.append(it) or it}
+    for name, value in cuda.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(kernels, "kernel_for", lambda *args: "varlen")
-
-    def varlen_attn(*args, scale, window_size, enable_gqa):
-        return torch.ops.vlmrm_test.varlen(*args, scale, window_size)
-
-    monkeypatch.setattr(kernels, "varlen_attn", varlen_attn)
+    call = torch.ops.vlmrm_test.varlen
+    monkeypatch.setattr(kernels, "varlen_attn", lambda *args, scale, window_size, **_: call(*args, scale, window_size))
     return made
 
 
-def prepared(model_type: str, cases: list[str]):
-    family = next(it for it in FAMILIES if it.model_type == model_type)
-    processor = family.make_processor()
-    model = family.make_model(processor).eval()
-    batcher, renderer = batcher_for(model, processor, "shared"), Renderer(processor)
-    return model, [batcher([renderer.render(it) for it in CASES[name]]) for name in cases]
-
-
 def padded(batch, tokens: int, ends: int):
-    """The batch with a sequence of padding at its end, and its last end once more."""
+    """The batch with a sequence of padding at its end, and with more ends."""
     layout, count = batch["layout"], len(batch["layout"])
     rows = {name: pad(batch[name], (0, tokens - count)) for name in ("input_ids", "position_ids", "mm_token_type_ids")}
     segments = [*layout.segments, PackedSegment(count, tokens, -1, 0, 1)]
@@ -96,44 +80,39 @@ def padded(batch, tokens: int, ends: int):
 
 @torch.inference_mode()
 def test_rows_of_a_size_replay_one_graph(graphs):
-    model, batches = prepared("qwen2_5_vl", [name for name in CASES if name != "images in answers"])
-    plain = [model(**batch).logits for batch in batches]
-    as_padded = [model(**padded(batch, 64, 8)).logits for batch in batches]
-    replaying = Graphs(model.language_model)
+    model, batches = prepared("qwen2_5_vl", torch.float32)
+    model.eval()
+    plain, whole = ([model(**it).logits for it in rows] for rows in (batches, [padded(it, 64, 8) for it in batches]))
+    Graphs(model.language_model)
     replayed = [model(**batch).logits for batch in batches]
-    assert len(graphs) == 1 and all(map(torch.equal, replayed, as_padded))
+    assert len(graphs) == 1 and all(map(torch.equal, replayed, whole))
     torch.testing.assert_close(replayed, plain, rtol=0, atol=1e-5)
 
-    layer = model.language_model.layers[0].mlp.up_proj.weight
-    layer.data = -layer  # elsewhere, and other values
-    assert not torch.equal(model(**batches[0]).logits, replayed[0]) and len(graphs) == 2 and len(replaying.rows) == 1
+    weight = model.language_model.layers[0].mlp.up_proj.weight
+    weight.data = -weight  # elsewhere, and another
+    assert not torch.equal(model(**batches[0]).logits, replayed[0]) and len(graphs) == 2
 
 
 def test_prompts_are_kept_and_held_by_graphs(graphs, tmp_path):
-    scorer = open_scorer(make_tiny_reward_model(tmp_path, arch="qwen2_5_vl"))
-    expected = [scorer.score([it]) for case in CASES.values() for it in case]
+    scorer = open_scorer(folder := make_tiny_reward_model(tmp_path, arch="qwen2_5_vl"))
+    with pytest.raises(ConfigError, match="the model is on cpu"):
+        open_scorer(folder, cuda_graphs=True)
+    conversations = [it for case in CASES.values() for it in case[:2]]
+    expected = [scorer.score([it]) for it in conversations]
     scorer.clear_caches()
-    rows = Graphs(scorer.model.language_model).rows
-    for _ in range(2):  # prompts are computed, or known
-        scores = [scorer.score([it]) for case in CASES.values() for it in case]
-        torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
-    assert {(held > 0, keeps) for (*_, held, keeps), *_ in rows} == {(False, True), (True, False)}
-    assert len(graphs) == len(rows) < len(scores)
+    replaying = Graphs(scorer.model.language_model)
+    torch.testing.assert_close([scorer.score([it]) for it in conversations], expected, rtol=0, atol=1e-5)
+    assert {(held > 0, keeps) for (*_, held, keeps), *_ in replaying.rows} == {(False, True), (True, False)}
 
 
 @torch.inference_mode()
-def test_what_graphs_cannot_compute_is_refused_or_computed_without(graphs, monkeypatch):
-    model, [words, images] = prepared("qwen3_vl", ["text", "image"])  # features of images between the layers
-    plain = model(**images).logits
-    replaying = Graphs(model.language_model)
-    assert torch.equal(model(**images).logits, plain) and not replaying.rows
-    assert model(**words).logits.isfinite().all() and len(replaying.rows) == 1
-    with pytest.raises(ConfigError, match="the model is on cpu"):
-        replay_graphs(model)
-
-    model, [batch] = prepared("qwen3_5", ["text"])
+def test_what_no_graph_computes_is_refused_or_computed_without(graphs):
+    model, [batch, *_] = prepared("qwen3_vl", torch.float32)  # features of images between the layers
+    model.eval()
+    plain = model(**batch).logits
     Graphs(model.language_model)
-    with pytest.raises(
-        ConfigError, match="cuda_graphs: Qwen3_5TextModel cannot be recorded"
-    ):  # its layers have states
+    assert torch.equal(model(**batch).logits, plain) and not graphs
+    model, [batch, *_] = prepared("qwen3_5", torch.float32)  # layers with states
+    Graphs(model.eval().language_model)
+    with pytest.raises(ConfigError, match="cuda_graphs: Qwen3_5TextModel cannot be recorded"):
         model(**batch)

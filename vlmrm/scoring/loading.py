@@ -56,8 +56,8 @@ def load_scorer(
         check_files: hash every file that the checkpoint's `COMPLETE.json` lists.
         reward: name of one reward, of a service that has several.
     """
+    options = locals()
     if is_address(model):
-        options = locals()
         for name, parameter in inspect.signature(load_scorer).parameters.items():
             if name not in ("model", "reward") and options[name] != parameter.default:
                 raise ConfigError(f"{name} is an option of checkpoints, and a service has its own: leave it out.")
@@ -66,11 +66,9 @@ def load_scorer(
         raise ConfigError(f"{model} is no folder: an address begins with http://, and this is none without it.")
     if reward is not None:
         raise ConfigError(f"reward is an option of a service, and {model} is a folder: leave reward out.")
-    switches = {"check_sight": check_sight, "check_files": check_files, "trust_remote_code": trust_remote_code}
-    switches["cuda_graphs"] = cuda_graphs
-    for name, value in switches.items():
-        if not isinstance(value, bool):  # the text "false" would count as true
-            raise ConfigError(f"{name} is {value!r}: write true or false.")
+    for name in ("check_sight", "check_files", "cuda_graphs", "trust_remote_code"):
+        if not isinstance(options[name], bool):  # the text "false" would count as true
+            raise ConfigError(f"{name} is {options[name]!r}: write true or false.")
     if cache_bytes is not None and (type(cache_bytes) is not int or cache_bytes < 0):
         raise ConfigError(f"cache_bytes is {cache_bytes!r}: write a number of bytes, or 0 to keep nothing.")
     dtype = parse_dtype(dtype, auto=True)
@@ -91,13 +89,8 @@ def load_scorer(
     loaded.model.requires_grad_(False)
     if vision_cache_dir is not None:
         loaded.model.use_vision_cache(vision_cache_dir, vision_cache_gb)
-    return LocalScorer(
-        loaded,
-        max_tokens_per_batch=max_tokens_per_batch,
-        batching=batching,
-        cache_bytes=cache_bytes,
-        cuda_graphs=cuda_graphs,
-    )
+    kept = {name: options[name] for name in ("max_tokens_per_batch", "batching", "cache_bytes", "cuda_graphs")}
+    return LocalScorer(loaded, **kept)
 
 
 SCORER_OPTIONS = tuple(inspect.signature(load_scorer).parameters)

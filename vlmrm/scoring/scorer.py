@@ -18,11 +18,11 @@ from vlmrm.conversation import Conversation, Image, Message, Reference
 from vlmrm.data.arguments import DataArguments
 from vlmrm.data.media import media_round
 from vlmrm.engine import Engine, rendered_each
-from vlmrm.errors import RowError
+from vlmrm.errors import ConfigError, RowError
 from vlmrm.formats.openai import read_conversation
 from vlmrm.formats.rollouts import read_candidates
 from vlmrm.modeling import LoadedReward, batcher_for, sequence_limit
-from vlmrm.modeling.graphs import replay_graphs
+from vlmrm.modeling.graphs import Graphs
 from vlmrm.modeling.head import total_of
 from vlmrm.modeling.vision_cache import FeatureCache
 from vlmrm.outputs import Outputs
@@ -74,7 +74,9 @@ class LocalScorer:
         )
         self.engine = Engine(self.model, collator)
         self._told = False  # that prefixes are repeated
-        self._graphs = replay_graphs(self.model) if cuda_graphs else None
+        if cuda_graphs and (kind := self.model.device.type) != "cuda":
+            raise ConfigError(f"cuda_graphs: the model is on {kind}: choose a CUDA device, or leave it out.")
+        self._graphs = Graphs(self.model.language_model) if cuda_graphs else None
         if self.cache.limit:
             self.engine.prefixes = PrefixCache(self.cache, collator.batcher)
             self.model.vision_cache = FeatureCache(self.cache, self.model.vision_cache)
