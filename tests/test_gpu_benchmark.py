@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.gpu import __main__ as verb
 from benchmarks.gpu import kernels
 from benchmarks.gpu.results import Results
 from benchmarks.gpu.running import Run
+from tests.modeling.test_masks import bottom_right
 from vlmrm.modeling import kernels as ours
-from vlmrm.modeling import kernels as vlmrm_kernels
 
 
 def part_of(folder: Path, **options) -> Run:
@@ -40,25 +39,11 @@ def test_a_wrong_kernel_fails_while_other_parts_run(tmp_path, monkeypatch, capsy
     assert len(Results.read(tmp_path, tiny=True).failures(parts)) == 2
 
 
-def documented_varlen(query, key, value, cu_queries, cu_keys, *longest, scale, window_size, enable_gqa=True):
-    """What torch documents: queries and keys [N, H, D] of sequences side by side, aligned to the bottom right."""
-    lengths = (cu_queries, cu_keys, cu_keys)
-    pieces = [states.split(cu.diff().tolist()) for states, cu in zip((query, key, value), lengths, strict=True)]
-    outputs = []
-    for q, k, v in zip(*pieces, strict=True):
-        back = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
-        mask = (back >= -window_size[1]) & ((back <= window_size[0]) | (window_size[0] < 0))
-        k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        outputs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(2), v))
-    return torch.cat(outputs)
-
-
 @pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("case", [kernels.PLAIN[1], kernels.WINDOWS[0]], ids=lambda case: case.name)
 def test_the_variable_length_kernel_call_matches_the_reference(case, asked, monkeypatch, tmp_path):
-    monkeypatch.setattr(vlmrm_kernels, "varlen_attn", documented_varlen)
-    monkeypatch.setattr(vlmrm_kernels, "GROUPS_IF_ASKED", asked)  # torch 2.11 groups heads unasked
+    monkeypatch.setattr(ours, "varlen_attn", bottom_right)
+    monkeypatch.setattr(ours, "GROUPS_IF_ASKED", asked)  # torch 2.11 groups heads unasked
     monkeypatch.setattr(kernels, "for_cuda_alone", lambda run, name: None)
     small = replace(case, heads=4, width=16)
     [line] = kernels.equality(part_of(tmp_path), kernels.Rows("cpu", kernels.SMALL[:4]), "row", "varlen", small)
@@ -67,5 +52,5 @@ def test_the_variable_length_kernel_call_matches_the_reference(case, asked, monk
 
 def test_tower_attention_matches_the_reference(tmp_path):
     small = kernels.Case(heads=2, key_heads=2, width=16)
-    [line] = kernels.tower_equality(part_of(tmp_path), "tower", vlmrm_kernels.TORCH, small)
+    [line] = kernels.tower_equality(part_of(tmp_path), "tower", ours.TORCH, small)
     assert line["holds"] and line["measured"] > 0

@@ -18,7 +18,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: two)
         monkeypatch.setattr(attention, "is_flash_attn_3_available", lambda: three)
 
-    attention._warn_once.cache_clear()
+    attention.log_once.cache_clear()
     return has
 
 

@@ -28,7 +28,7 @@ torch.library.define("vlmrm_test::varlen", f"({LENGTHS}) -> Tensor")  # one oper
 @torch.library.impl("vlmrm_test::varlen", "CPU")
 def varlen(q, k, v, cu_q, cu_k, max_q, max_k, scale, sides):
     assert cu_q.diff().max() <= max_q and cu_k.diff().max() <= max_k
-    return bottom_right(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=sides, enable_gqa=True)
+    return bottom_right(q, k, v, cu_q, cu_k, scale=scale, window_size=sides)
 
 
 class Recorded(TorchDispatchMode):

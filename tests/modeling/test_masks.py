@@ -217,7 +217,7 @@ def test_the_flex_mask_is_the_dense_one(name, monkeypatch):
     torch.testing.assert_close(output, row.expected(name, gpt_oss_attention, s_aux=sinks), rtol=1e-6, atol=1e-6)
 
 
-def bottom_right(query, key, value, cu_queries, cu_keys, max_queries, max_keys, *, scale, window_size, enable_gqa):
+def bottom_right(query, key, value, cu_queries, cu_keys, *longest, scale, window_size, enable_gqa=True):
     """What torch documents of `varlen_attn`: queries [N, H, D] see `window_size` keys to the left and right."""
     outputs = []
     for i in range(len(cu_queries) - 1):
@@ -227,7 +227,7 @@ def bottom_right(query, key, value, cu_queries, cu_keys, max_queries, max_keys, 
         )
         distance = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1] - torch.arange(k.shape[1])
         left, right = window_size
-        mask = (distance >= -right) & ((distance <= left) | (left < 0))
+        mask = ((distance >= -right) | (right < 0)) & ((distance <= left) | (left < 0))
         outputs.append(
             torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa

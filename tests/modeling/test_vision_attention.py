@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import varlen
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import Glm46VConfig, Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
 
+from tests.modeling.test_masks import bottom_right
 from vlmrm.batching.media import DistinctMedia, Grid
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import RewardModel, kernels, reward_model_class, vision
@@ -110,15 +110,9 @@ def error(result: Result, expected: Result) -> tuple[float, float]:
     return max(scores), max(slopes)
 
 
-def stub(query, key, value, cu_queries, cu_keys, max_queries, max_keys, *, scale, window_size, enable_gqa):
-    """What torch documents of `varlen_attn` without a window: queries [T, H, D] see the keys of their sequence."""
+def stub(query, key, value, cu_queries, cu_keys, max_queries, max_keys, *, window_size, **options):
     assert window_size == (-1, -1) and cu_queries is cu_keys and max_queries == max_keys == cu_queries.diff().max()
-    pieces = zip(*(states.split(cu_queries.diff().tolist()) for states in (query, key, value)), strict=True)
-    outputs = [
-        scaled_dot_product_attention(*(piece.transpose(0, 1) for piece in run), scale=scale, enable_gqa=enable_gqa)
-        for run in pieces
-    ]
-    return torch.cat([output.transpose(0, 1) for output in outputs])
+    return bottom_right(query, key, value, cu_queries, cu_keys, window_size=window_size, **options)
 
 
 def through_varlen(query, key, value, segments, scaling, dropout):

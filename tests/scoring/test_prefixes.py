@@ -8,6 +8,7 @@ from PIL import Image
 
 from vlmrm import load_scorer
 from vlmrm.errors import MediaError, RowError
+from vlmrm.modeling.kernels import log_once
 from vlmrm.modeling.tiny import make_tiny_reward_model
 
 TASK = "Push the block to the goal."
@@ -80,6 +81,7 @@ def test_a_padded_model_notes_it_and_scores_equally(tiny_reward_model, frames, c
     shared, padded = load_scorer(tiny_reward_model), load_scorer(tiny_reward_model, batching="reference")
     expected = shared.score_prefixes(TASK, frames[:3])
     assert "score_prefixes" not in caplog.text
+    log_once.cache_clear()
     for _ in range(2):
         assert padded.score_prefixes(TASK, frames[:3]) == pytest.approx(expected, abs=TOLERANCE)
     assert caplog.text.count("score_prefixes computes each prefix from its start, because its batches are padded") == 1

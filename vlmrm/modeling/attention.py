@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from vlmrm.batching.shared import PackedLayout, RotaryPositions, on_device
 from vlmrm.errors import ConfigError
 from vlmrm.libraries import install_command, relies_on
 from vlmrm.modeling.families import BY_INDEX
-from vlmrm.modeling.kernels import FLASH, TORCH, along, attend
+from vlmrm.modeling.kernels import FLASH, TORCH, along, attend, log_once
 from vlmrm.modeling.masks import REFERENCE, MaskRule, mask_rule
 from vlmrm.modeling.reward_model import RewardModel
 
@@ -60,15 +60,10 @@ def resolve_attention(name: str) -> str:
     missing = {kernel: reason for kernel in kernels if (reason := _missing_for(kernel)) is not None}
     kernel = next((kernel for kernel in kernels if kernel not in missing), "sdpa")
     if name == "auto" and kernel == "sdpa":
-        _warn_once(f"attn_implementation: sdpa, because {missing['flash_attention_2']}")
+        log_once(f"attn_implementation: sdpa, because {missing['flash_attention_2']}", logging.WARNING)
     elif name in missing:
-        _warn_once(f"attn_implementation: {kernel} instead of {name}, because {missing[name]}")
+        log_once(f"attn_implementation: {kernel} instead of {name}, because {missing[name]}", logging.WARNING)
     return kernel
-
-
-@cache  # each model of a process resolves its attention
-def _warn_once(line: str) -> None:
-    logger.warning(line)
 
 
 def _missing_for(kernel: str) -> str | None:

@@ -19,7 +19,7 @@ from vlmrm.modeling.kernels import along, log_once
 TOKENS = 4096  # of the longest row that is replayed: the kernels of a longer one take longer than their launches
 GRAPHS = 32  # the one replayed longest ago goes first
 HOST = torch.device("cpu")
-BEHIND = {"inputs_embeds": 1, "position_ids": 0, "attention_mask": 0}  # dimensions behind that of a row's tokens
+SIDES = {"inputs_embeds": (0, 0, 0), "position_ids": (0,), "attention_mask": (0,)}  # that stay, where rows are padded
 
 
 class Graphs:
@@ -40,17 +40,15 @@ class Graphs:
         """Drop the graphs and their memory."""
         self.rows: dict[Any, StaticRow] = {}  # the latest replayed last
         self._addresses: list[int] = []
-        # One for all graphs: they run in turn. When it has lost all of them, it takes no other.
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = torch.cuda.graph_pool_handle()  # of all, as they run in turn; one that lost all takes no other
 
     def __call__(self, **inputs: Any) -> Any:
         layout: Any = inputs.get("layout")
         given = {name for name, value in inputs.items() if not isinstance(value, bool | int | float | str | None)}
-        usual = given == {*BEHIND, "layout"} and getattr(inputs["attention_mask"], "ndim", 0) == 2
+        usual = given == {*SIDES, "layout"} and getattr(inputs["attention_mask"], "ndim", 0) == 2
         trained = torch.is_grad_enabled() or self.model.training or torch.is_autocast_enabled()
         if trained or not usual or len(layout) > TOKENS:
-            what = "training" if trained else ", ".join(sorted(given))
-            log_once("cuda_graphs", "none", f"rows of over {TOKENS} tokens, or with {what}")
+            log_once(f"cuda_graphs: none in training, over {TOKENS} tokens, or for {', '.join(sorted(given))}")
             return self.forward(**inputs)
         key = size, *_ = size_of(layout), *sorted(item for item in inputs.items() if item[0] not in given)
         with torch.inference_mode():
@@ -58,7 +56,7 @@ class Graphs:
                 self.clear()  # a graph reads the memory where the weights were
                 self._addresses = addresses
             row = self.rows.pop(key, None) or StaticRow(size, inputs)
-            row.fill(inputs)
+            row.fill(inputs, layout)
             row.replay = row.replay or self._record(lambda: row.run(self.forward))
             self.rows[key] = row
             if len(self.rows) > GRAPHS:
@@ -68,7 +66,7 @@ class Graphs:
 
     def _record(self, run: Callable[[], None]) -> Callable[[], None]:
         """Return a function that launches again what `run` launches, with the same memory."""
-        log_once("cuda_graphs", "one", f"each size of rows of up to {TOKENS} tokens")
+        log_once(f"cuda_graphs: one for each size of rows of up to {TOKENS} tokens")
         graph, others = torch.cuda.CUDAGraph(), "thread_local"  # other threads may allocate meanwhile
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         try:
@@ -120,11 +118,10 @@ class StaticRow:
         self.layout.held = [Kept(held, self.held)] if held else []
         self.layout.keep = {"": Keep(0, [(0, tokens)], self.kept)} if keeps else {}
 
-    def fill(self, inputs: dict[str, Any]) -> None:
+    def fill(self, inputs: dict[str, Any], layout: PackedLayout) -> None:
         """Copy a row in. The padding is a sequence of its own, which no other sees; those left over are empty."""
         for name, tensor in _padded(inputs, len(self.layout)).items():
             self.inputs[name].copy_(tensor)
-        layout: PackedLayout = inputs["layout"]
         row, padding = layout.gathered(HOST), torch.arange(len(layout), len(self.layout))
         held = self.layout.longest - len(self.layout)
         moved = row.keys + (row.keys >= layout.before) * (held - layout.before)  # behind all that are held
@@ -152,10 +149,7 @@ class StaticRow:
 
 def _padded(inputs: dict[str, Any], tokens: int) -> dict[str, torch.Tensor]:
     missing = tokens - len(inputs["layout"])
-    return {
-        name: pad(inputs[name], (0, 0) * n + (0, missing), value=name == "attention_mask")
-        for name, n in BEHIND.items()
-    }
+    return {it: pad(inputs[it], (*sides, missing), value=it == "attention_mask") for it, sides in SIDES.items()}
 
 
 def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:

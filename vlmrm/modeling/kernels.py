@@ -58,7 +58,8 @@ def attend(
     """
     widths = query.shape[3], value.shape[3]
     kernel = kernel_for(value.device.type, value.dtype, widths, rule, softcap is None and sinks is None, dropout)
-    log_once("shared attention", flash if kernel == "varlen" else kernel, f"{value.dtype} on {value.device.type}")
+    shown = flash if kernel == "varlen" else kernel
+    log_once(f"shared attention: {shown} for {value.dtype} on {value.device.type}")
     if kernel == "varlen":
         return varlen(query, key, value, layout, scaling, rule, flash)
     if kernel == "flex":
@@ -86,9 +87,9 @@ def kernel_for(
 
 
 @cache
-def log_once(which: str, kernel: str, where: str) -> None:
-    """Log a kernel once for each type and device that it runs for."""
-    logger.info("%s: %s for %s", which, kernel, where)
+def log_once(line: str, level: int = logging.INFO) -> None:
+    """Log a line once in this process."""
+    logger.log(level, line)
 
 
 def per_segment(

@@ -23,16 +23,7 @@ from vlmrm.modeling.reward_model import RewardModel
 from vlmrm.rendering import Rendered, Renderer
 
 # What a library raises that was made for other calls; a checkpoint unlike those tested may do so.
-PROGRAM_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ConfigError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+PROGRAM_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 SIDE = 56  # pixels; processors enlarge it to what their models take
 ANSWERS = ("A gradient.", "A photo of a street at night.")
 # The largest relative distance between hidden states. Rounding through all layers of a large model reaches a tenth of
@@ -78,7 +69,7 @@ def prove_sight(
             use_attention(model, "sdpa" if model.language_model._supports_sdpa else "eager")
         try:
             (reference, dtype), (reference_inverted, _) = (_hidden(model, run, padded(pair)) for pair in pairs)
-        except PROGRAM_ERRORS as error:
+        except (ConfigError, *PROGRAM_ERRORS) as error:
             raise CheckpointError(
                 f"{name} cannot score a question about an image: {model.family.name} answers {first_line(error)!r}; "
                 "install other versions of transformers and torch, or take another model."
@@ -110,7 +101,7 @@ def _fault_of_sharing(
     """Return what is wrong with a shared batch of two answers; `reference` [2, H] are the padded batch's states."""
     try:
         packed, _ = _hidden(model, run, share(model)(pair))
-    except PROGRAM_ERRORS as error:
+    except (ConfigError, *PROGRAM_ERRORS) as error:
         if model.family.tested and isinstance(error, ConfigError):
             raise  # a sentence of ours: it says what to do
         return f"it ends in {type(error).__name__}: {first_line(error).rstrip('.')}"

@@ -148,7 +148,7 @@ def by_segments(
     half = value.dtype in (torch.bfloat16, torch.float16)
     width = query.shape[3]
     if value.is_cuda and half and not dropout and width == value.shape[3] <= WIDEST_HEAD and width % 8 == 0:
-        log_once("vision attention", flash, where)
+        log_once(f"vision attention: {flash} for {where}")
         queries, keys, values = (
             states[0].transpose(0, 1).to(value.dtype).contiguous() for states in (query, key, value)
         )
@@ -156,7 +156,7 @@ def by_segments(
         here = cu_seq_lens_q if cu_seq_lens_q.device == value.device else segments.cumulative(value.device)
         lengths = (here, here, segments.longest, segments.longest)
         return attend_varlen(flash, queries, keys, values, *lengths, scaling=scaling, causal=False).unsqueeze(0), None
-    log_once("vision attention", "sdpa", where)
+    log_once(f"vision attention: sdpa for {where}")
     return per_length(query, key, value, segments, scaling, dropout), None
 
 

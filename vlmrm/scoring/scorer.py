@@ -24,12 +24,11 @@ from vlmrm.formats.rollouts import read_candidates
 from vlmrm.modeling import LoadedReward, batcher_for, sequence_limit
 from vlmrm.modeling.graphs import Graphs
 from vlmrm.modeling.head import total_of
+from vlmrm.modeling.kernels import log_once
 from vlmrm.modeling.vision_cache import FeatureCache
 from vlmrm.outputs import Outputs
 from vlmrm.rendering import MediaLimits, ProcessedMedia, Rendered, Renderer
 from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversations_of, prefixes_of, regrouped
-
-logger = logging.getLogger("vlmrm")
 
 GREY = Image(Pillow.new("RGB", (BLANK_SIDE, BLANK_SIDE), "grey"))
 PLACEHOLDER = Conversation((Message.of("user", GREY), Message.of("assistant", "-")))
@@ -73,7 +72,6 @@ class LocalScorer:
             outputs=loaded.model.outputs,
         )
         self.engine = Engine(self.model, collator)
-        self._told = False  # that prefixes are repeated
         if cuda_graphs and (kind := self.model.device.type) != "cuda":
             raise ConfigError(f"cuda_graphs: the model is on {kind}: choose a CUDA device, or leave it out.")
         self._graphs = Graphs(self.model.language_model) if cuda_graphs else None
@@ -167,9 +165,8 @@ class LocalScorer:
         list of frames here: where a family merges frames, as Qwen's do in pairs, its prefixes have other tokens.
         """
         conversations = prefixes_of(task, frames)
-        if self.repeats_prefixes and not self._told:
-            self._told = True
-            logger.warning("score_prefixes computes each prefix from its start, because %s", self.repeats_prefixes)
+        if why := self.repeats_prefixes:
+            log_once(f"score_prefixes computes each prefix from its start, because {why}", logging.WARNING)
         return self.score(conversations)
 
     @property
