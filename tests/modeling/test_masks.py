@@ -35,7 +35,7 @@ from vlmrm.batching.tree import grow
 from vlmrm.errors import ConfigError
 from vlmrm.modeling import kernels, masks
 from vlmrm.modeling.attention import SHARED_PREFIX, shared_prefix
-from vlmrm.modeling.kernels import block_mask, dense, flex, varlen
+from vlmrm.modeling.kernels import block_mask, dense, flex
 from vlmrm.modeling.masks import mask_rule
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
@@ -234,11 +234,3 @@ def bottom_right(query, key, value, cu_queries, cu_keys, *longest, scale, window
             ).transpose(0, 1)
         )
     return torch.cat(outputs)
-
-
-@pytest.mark.parametrize("name", ["causal", "window"])
-def test_the_variable_length_kernel_computes_the_mask(name, monkeypatch):
-    monkeypatch.setattr(kernels, "varlen_attn", bottom_right)
-    row = Row(BRANCHES, seed=0)
-    output = varlen(*row.states, row.layout, 0.3, row.rule(name))
-    torch.testing.assert_close(output, row.expected(name, gemma2_attention), rtol=1e-12, atol=1e-12)

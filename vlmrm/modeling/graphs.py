@@ -25,8 +25,7 @@ SIDES = {"inputs_embeds": (0, 0, 0), "position_ids": (0,), "attention_mask": (0,
 class Graphs:
     """Stand for the forward of a language model: record rows of a new size, and replay later ones.
 
-    Of a model on CUDA, in scoring, by one thread and stream at a time. What no graph can compute, the model computes,
-    and the log says once what; ConfigError where layers cannot be recorded.
+    Of a model on CUDA, by one thread and stream at a time. What no graph computes, the model does; the log says what.
     """
 
     def __init__(self, language_model: Any):
@@ -42,14 +41,14 @@ class Graphs:
         self._addresses: list[int] = []
         self._pool = torch.cuda.graph_pool_handle()  # of all, as they run in turn; one that lost all takes no other
 
-    def __call__(self, **inputs: Any) -> Any:
+    def __call__(self, *args: Any, **inputs: Any) -> Any:
         layout: Any = inputs.get("layout")
         given = {name for name, value in inputs.items() if not isinstance(value, bool | int | float | str | None)}
-        usual = given == {*SIDES, "layout"} and getattr(inputs["attention_mask"], "ndim", 0) == 2
         trained = torch.is_grad_enabled() or self.model.training or torch.is_autocast_enabled()
-        if trained or not usual or len(layout) > TOKENS:
-            log_once(f"cuda_graphs: none in training, over {TOKENS} tokens, or for {', '.join(sorted(given))}")
-            return self.forward(**inputs)
+        odd, mask = given ^ {*SIDES, "layout"}, inputs.get("attention_mask")
+        if args or odd or trained or not isinstance(mask, torch.Tensor) or len(layout) > TOKENS:
+            log_once(f"cuda_graphs: none over {TOKENS} tokens, for gradients, or {sorted(odd) or 'other masks'}")
+            return self.forward(*args, **inputs)
         key = size, *_ = size_of(layout), *sorted(item for item in inputs.items() if item[0] not in given)
         with torch.inference_mode():
             if (addresses := [weight.data_ptr() for weight in self.weights]) != self._addresses:
@@ -65,7 +64,7 @@ class Graphs:
             return row.output(layout)
 
     def _record(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that launches again what `run` launches, with the same memory."""
+        """Return a function that launches what `run` launches, in the same memory; raise ConfigError if none can."""
         log_once(f"cuda_graphs: one for each size of rows of up to {TOKENS} tokens")
         graph, others = torch.cuda.CUDAGraph(), "thread_local"  # other threads may allocate meanwhile
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -76,8 +75,9 @@ class Graphs:
                 with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=others):
                     run()
         except (AttributeError, RuntimeError, TypeError) as error:  # of CUDA, or of what looks for segments
-            name = type(self.model).__name__
-            raise ConfigError(f"cuda_graphs: {name} cannot be recorded, leave it out: {error}") from error
+            raise ConfigError(
+                f"cuda_graphs cannot record {type(self.model).__name__}, leave it out: {error}"
+            ) from error
         return graph.replay
 
 

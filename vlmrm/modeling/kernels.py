@@ -58,8 +58,7 @@ def attend(
     """
     widths = query.shape[3], value.shape[3]
     kernel = kernel_for(value.device.type, value.dtype, widths, rule, softcap is None and sinks is None, dropout)
-    shown = flash if kernel == "varlen" else kernel
-    log_once(f"shared attention: {shown} for {value.dtype} on {value.device.type}")
+    log_once(f"shared attention: {flash if kernel == 'varlen' else kernel} for {value.dtype} on {value.device.type}")
     if kernel == "varlen":
         return varlen(query, key, value, layout, scaling, rule, flash)
     if kernel == "flex":

@@ -72,8 +72,8 @@ class LocalScorer:
             outputs=loaded.model.outputs,
         )
         self.engine = Engine(self.model, collator)
-        if cuda_graphs and (kind := self.model.device.type) != "cuda":
-            raise ConfigError(f"cuda_graphs: the model is on {kind}: choose a CUDA device, or leave it out.")
+        if cuda_graphs and not (self.model.device.type == "cuda" and isinstance(collator.batcher, SharedBatcher)):
+            raise ConfigError("cuda_graphs needs a model on CUDA, in shared batches: change one, or leave it out.")
         self._graphs = Graphs(self.model.language_model) if cuda_graphs else None
         if self.cache.limit:
             self.engine.prefixes = PrefixCache(self.cache, collator.batcher)
