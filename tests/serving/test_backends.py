@@ -159,9 +159,8 @@ async def test_the_queue_is_bounded_in_items_and_bytes(backends):
         with pytest.raises(Overloaded, match="the queue of other is full"):
             await backend.put(job("b", reward="other"))
         await backend.put(job("b"))  # another reward has room of its own
-    own = {"queue_bytes": 2 * large.size}
-    async with backends(fake(**own), fake("other", **own), **own) as backend:
-        await backend.put(large)
+    async with backends(fake(), queue_bytes=2 * large.size) as backend:
+        await backend.put(large)  # for another service
         with pytest.raises(Overloaded, match="the queue of length is full"):  # but not beyond that of all
             await backend.put(job("b" * 1100))
 

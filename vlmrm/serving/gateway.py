@@ -143,7 +143,7 @@ class Gateway:
         cost, prefixes = count_prefixes(items, max_pixels) if trained else (estimate_tokens(items, max_pixels), {})
         cost += decoded // DECODED_PIXELS
         job = Job.of(reward, items, cost=cost, prefixes=prefixes, priority=priority, slow=decoded > SLOW_PIXELS)
-        max_items, max_bytes = self.settings.queue_limits[reward]
+        max_items, max_bytes = self.settings.queue_limits
         if len(items) > max_items or job.size > max_bytes:
             most = f"{max_items} items in {max_bytes} bytes"
             sent = f"a request of {len(items)} items in {job.size} bytes"

@@ -177,7 +177,7 @@ class _Entry:
 
 
 class MemoryBackend:
-    """A queue in one process, with bounds of its own for each reward; a job that is accepted ends exactly once.
+    """A queue in one process, with bounds for each reward; a job that is accepted ends exactly once.
 
     What it says of its methods holds of `RedisBackend` as well. `errors` says what is wrong with what `start` began.
     Above `max_results` results or records, the oldest is dropped before its time.
@@ -185,10 +185,10 @@ class MemoryBackend:
 
     persistent = False  # whether the queue outlives this process, so that other processes finish what waits
 
-    def __init__(self, limits: Limits, rewards: Mapping[str, tuple[int, int]] | None = None):
+    def __init__(self, limits: Limits, each: tuple[int, int] | None = None):
         self._limits = limits
         self.errors: dict[str, str] = {}
-        self._capacity = rewards or {}
+        self._capacity = each or (limits.queue_items, limits.queue_bytes)
         self._entries: dict[str, _Entry] = {}
         self._by_key: dict[str, str] = {}
         self._queues: dict[str, FairQueue] = defaultdict(FairQueue)
@@ -338,8 +338,7 @@ class MemoryBackend:
     def _check_room(self, job: Job) -> None:
         both = [self._queues[name] for name in queues(job.reward)]
         has_items, has_bytes = sum(queue.items for queue in both), sum(queue.bytes for queue in both)
-        whole = (self._limits.queue_items, self._limits.queue_bytes)
-        max_items, max_bytes = self._capacity.get(job.reward, whole)
+        max_items, max_bytes = self._capacity
         total = sum(queue.bytes for queue in self._queues.values())
         items, size = has_items + job.count, has_bytes + job.size
         if items > max_items or size > max_bytes or total + job.size > self._limits.queue_bytes:

@@ -191,7 +191,7 @@ class RedisBackend:
         content = (job.id, job.key, job.reward, job.packed, job.count, job.cost, job.priority, ttl)
         origin = (" ".join(job.revisions), json.dumps(list(job.prefixes.items())), job.client)
         origin = (*origin, job.request_id, job.wanted, job.trace, SLOW if job.slow else "", job.weight)
-        bounds = (*self._capacity[job.reward], self._limits.queue_bytes)
+        bounds = (*self._capacity, self._limits.queue_bytes)
         arguments = (*content, *bounds, self._ttl, *origin)
         if self._replicated and time.monotonic() - self._no_replica >= PING_S:
             accepted, *reply = await self._retry(lambda: self._put_in_two(arguments), PATIENCE_S)

@@ -60,8 +60,6 @@ class RewardSettings(Strict):
     batch_tokens: Count = 65536  # estimated, of one batch
     batch_timeout: Seconds = 600.0
     load_timeout: Seconds = 3600.0
-    queue_items: int = Field(0, ge=0)  # that wait for it; 0: limits.queue_items
-    queue_bytes: int = Field(0, ge=0)  # of these; 0: an equal part of limits.queue_bytes
 
     @model_validator(mode="after")
     def _normalize(self) -> RewardSettings:
@@ -155,8 +153,9 @@ class ServiceSettings(Strict):
         return [*self.clients, *own]
 
     @property
-    def queue_limits(self) -> dict[str, tuple[int, int]]:
-        return {reward.name: (reward.queue_items, reward.queue_bytes) for reward in self.reward_args}
+    def queue_limits(self) -> tuple[int, int]:
+        """How many items may wait for each reward, and bytes of these: an equal part of all."""
+        return self.limits.queue_items, max(1, self.limits.queue_bytes // len(self.reward_args))
 
     @property
     def has_redis(self) -> bool:
@@ -184,13 +183,6 @@ class ServiceSettings(Strict):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"{names.count(name)} rewards are called {name}: give each a name of its own")
-        for reward in self.reward_args:
-            reward.queue_items = reward.queue_items or self.limits.queue_items
-            reward.queue_bytes = reward.queue_bytes or max(1, self.limits.queue_bytes // len(names))
-            if reward.queue_bytes > self.limits.queue_bytes:
-                raise ValueError(
-                    f"queue_bytes of {reward.name} is more than those of [limits], which are of all rewards"
-                )
         return self
 
 
