@@ -116,9 +116,7 @@ def _names(rows: pd.DataFrame) -> list[str]:
     return [f"{name} #{number}" if many else name for name, number, many in zip(ids, numbers, several, strict=True)]
 
 
-def _models(
-    models: Sequence[Checkpoint], rows: pd.DataFrame, arrays: dict[str, np.ndarray]
-) -> list[dict[str, Any]]:
+def _models(models: Sequence[Checkpoint], rows: pd.DataFrame, arrays: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     """Return labels, interventions and accuracies of the models, and add the columns of their scores."""
     index, packed = pair_index(rows), []
     for number, model in enumerate(models):
