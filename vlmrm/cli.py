@@ -19,7 +19,6 @@ from vlmrm.commands.evaluation import Words, calibrate, card, distil, evaluate, 
 from vlmrm.commands.score import score
 from vlmrm.commands.serve import app as serving
 from vlmrm.config import answered
-from vlmrm.data.columns import parse_columns
 from vlmrm.errors import ConfigError, VlmrmError, first_line
 from vlmrm.libraries import ROBOTS, install_command, needs
 from vlmrm.logs import quiet_libraries, say
@@ -126,6 +125,7 @@ def init(
     model: str | None = None,
     output: Path = Path("config.yaml"),
     columns: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    outputs: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     image_root: str | None = None,
 ) -> None:
     """Write a commented configuration that starts on this machine: init DATA [--model ID].
@@ -135,13 +135,15 @@ def init(
         model: Checkpoint to start from. Default: one that this machine can train.
         output: The configuration; an existing file is never overwritten.
         columns: Columns that have other names in the data, as NAME=COLUMN (images=file_name prompt=query).
+        outputs: What the model answers, as NAME=KIND ("clarity=rating 1-5"). Default: one preference, or of single
+            answers their columns of numbers.
         image_root: Folder of relative image paths. Default: the folder of the file that names them.
     """
     from vlmrm.commands.plan import init_command
     from vlmrm.data.arguments import DataArguments
 
-    reading = DataArguments([*data], columns=parse_columns(columns), image_root=image_root, bad_rows="skip")
-    init_command(reading, model, output)
+    reading: dict[str, Any] = {"columns": columns, "outputs": outputs, "image_root": image_root}
+    init_command(DataArguments([*data], bad_rows="skip", **reading), model, output)
 
 
 @app.command(help_flags=[])

@@ -25,7 +25,7 @@ TAKES = {
     "progress": ("progress",),  # how much of a task is done, from 0 to 1
 }
 RANGED = ("rating", "ordinal")
-FIGURES = ("accuracy", "rank", "error", "auc", "first_wrong", "order")  # of an output, in logs and tables NAME_FIGURE
+FIGURES = ("rank", "auc", "order", "accuracy", "error", "first_wrong")  # NAME_FIGURE; the first there is chooses
 COUNTS = ("pairs", "ratings")  # beside them, what they are of
 WRITTEN = re.compile(
     r"(?P<kind>\w+)(?:\s+(?P<low>-?[\d.]+)\s*-\s*(?P<high>-?[\d.]+))?(?:\s+in\s+(?P<bins>\d+))?"
@@ -161,14 +161,14 @@ class Outputs:
 
     @property
     def figures(self) -> list[str]:
-        """The names of what an evaluation may say of named outputs."""
-        of_kind = {"correctness": ("accuracy", "auc", "first_wrong"), "progress": ("error", "order")}
-        others = ("accuracy", "rank", "error")
+        """The names of what an evaluation may say of named outputs, the first of each for choosing."""
+        of_kind = {"correctness": ("auc", "accuracy", "first_wrong"), "progress": ("order", "error")}
+        others = ("rank", "accuracy", "error")
         return [
             f"{output.name}_{figure}"
             for output in self.each
             if output.name in self.named
-            for figure in of_kind.get(output.kind, others if output.rates else others[:1])
+            for figure in of_kind.get(output.kind, others if output.rates else ["accuracy"])
         ]
 
     @property

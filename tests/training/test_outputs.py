@@ -200,7 +200,7 @@ def test_an_output_that_no_row_judges_is_refused(train_here, tmp_path):
     with pytest.raises(ConfigError, match="the chat template knows no variable `output`"):
         train_here(ratings(tmp_path / "data"), outputs=["red=rating 1-5 apart", "size=ordinal 1-3"])
     with pytest.raises(
-        ConfigError, match=r"metric_for_best_model is loss, of pairs, .* one of red_accuracy, red_rank, red_error\."
+        ConfigError, match=r"metric_for_best_model is loss, of pairs, .* one of red_rank, red_accuracy, red_error\."
     ):
         keys = {"eval_strategy": "steps", "eval_steps": 5, "save_steps": 5, "load_best_model_at_end": True}
         train_here(ratings(tmp_path), outputs=["red=rating 1-5"], eval_dataset_path=ratings(tmp_path), **keys)

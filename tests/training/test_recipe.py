@@ -95,11 +95,18 @@ def test_data_facts_are_read_from_a_sample(tmp_path):
         facts_of([broken])
 
 
-def test_numbers_beside_single_answers_become_outputs(tmp_path):
+def test_numbers_beside_single_answers_become_outputs(tmp_path, tiny_checkpoint):
     rows = [{"prompt": f"{i}?", "response": "a", "stars": i % 5 + 1, "light": i / 40, "row_id": i} for i in range(40)]
-    facts = facts_of([write_rows(tmp_path / "rated.jsonl", rows)])
+    data = write_rows(tmp_path / "rated.jsonl", rows)
+    facts = facts_of([data])
     assert facts.reading["outputs"] == {"stars": "ordinal 1-5", "light": "rating 0-1"}
     assert written(CPU, data=facts)["metric_for_best_model"] == "stars_rank"
+    line = ["init", str(data), "--model", str(tiny_checkpoint), "--output", str(tmp_path / "mine.yaml")]
+    asked = ["--columns", "clear=stars", "--outputs", "light=correctness", "clear=rating 1-5"]
+    cli.app([*line, *asked], exit_on_error=False, result_action="return_value")
+    named = yaml.safe_load((tmp_path / "mine.yaml").read_text())
+    assert named["columns"] == {"clear": "stars"} and named["metric_for_best_model"] == "light_auc"
+    assert named["outputs"] == {"light": "correctness", "clear": "rating 1-5"}
 
 
 def test_the_held_out_share_has_enough_prompts(tmp_path, capsys, tiny_checkpoint):

@@ -112,7 +112,7 @@ class DataArguments:
     @property
     def column_names(self) -> Columns:
         """The mapping `columns`, of our names to those of the data."""
-        return parse_columns(self.columns) or {}
+        return cast(Columns, self.columns or {})
 
     @property
     def named_outputs(self) -> Outputs:

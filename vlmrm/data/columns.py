@@ -50,7 +50,7 @@ def parse_columns(value: Any, outputs: Collection[str] = ()) -> Columns | None:
                 raise ConfigError(
                     f"columns holds {name}={column}: write {column}={name}, the name of docs/data.md first."
                 )
-            near = did_you_mean(name, sorted(known), ": write NAME=COLUMN, with a name of docs/data.md.")
+            near = did_you_mean(name, sorted(known), ": write NAME=COLUMN, with a name of docs/data.md or of outputs.")
             raise ConfigError(f"columns reads {column} as {name}, which no layout has{near}")
         if name in columns:
             raise ConfigError(f"columns names {name} twice ({columns[name]} and {column}): keep one.")

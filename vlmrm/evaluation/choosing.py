@@ -20,7 +20,6 @@ from vlmrm.outputs import FIGURES
 
 CATEGORY, BENCHMARK = "accuracy/", "benchmark/"
 ACCURACY = "preference_accuracy"
-INSTEAD = ("rank", "auc", "order", "accuracy")  # of an output, what chooses where there are no pairs
 MEAN = "mean "  # begins the name of a figure that is the mean of several sets
 DRAWS, SEED = 400, 0
 CELLS = 1 << 22  # draws x clusters held at a time
@@ -87,7 +86,7 @@ class Criterion:
         ):
             return self
         [(output, figures), *_] = next(it["outputs"] for it in measured if "outputs" in it).items()
-        return replace(self, metric=f"{output}_{next(name for name in INSTEAD if name in figures)}")
+        return replace(self, metric=f"{output}_{next(name for name in FIGURES if name in figures)}")
 
     def ranked(self, rows: Sequence[Row]) -> list[Row]:
         """Return the rows that have the figure, the best first; of equal ones the one with fewer steps.

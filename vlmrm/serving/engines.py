@@ -53,7 +53,8 @@ class ScorerEngine:
     ):
         if unknown := options.keys() - SCORER_OPTIONS:
             known = (*SCORER_OPTIONS, "custom_prompt", "system", "processes", "output")
-            raise ConfigError(f"unknown option {min(unknown)}{did_you_mean(min(unknown), known)}")
+            choose = f": it takes {', '.join(known)}; a transform goes with each request."
+            raise ConfigError(f"unknown option {min(unknown)}{did_you_mean(min(unknown), known, choose)}")
         if not isinstance(processes, int) or isinstance(processes, bool) or processes < 0:
             raise ConfigError(f"processes is {processes!r}: write a number of processes, or 0 for a thread.")
         self.processes = MediaProcesses(processes) if processes and sys.platform == "linux" else None

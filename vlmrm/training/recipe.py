@@ -32,6 +32,7 @@ from vlmrm.measures.analysis import CLUSTERS
 from vlmrm.modeling import reward_model_class
 from vlmrm.modeling.checkpoint import read_config
 from vlmrm.modeling.manifest import find_file
+from vlmrm.outputs import Outputs
 from vlmrm.training.checks import has_bfloat16
 from vlmrm.training.memory import host_memory
 
@@ -161,6 +162,7 @@ def configuration(data: DataFacts, model: str, method: Method, machine: Machine,
         file=file,
         launch=launch_of(machine, file),
         enough_prompts=CLUSTERS,
+        metric=[*Outputs.parse(data.reading.get("outputs")).figures, "accuracy"][0],
         image_tokens=1280 if large else 512 if machine.gpus else 256,
         token_pixels=TOKEN_PIXELS,
         workers=min(max((os.cpu_count() or 1) // ranks - 1, 0), 4),
