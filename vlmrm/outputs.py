@@ -25,13 +25,11 @@ TAKES = {
     "progress": ("progress",),  # how much of a task is done, from 0 to 1
 }
 RANGED = ("rating", "ordinal")
-FIGURES = ("rank", "auc", "order", "accuracy", "error", "first_wrong")  # NAME_FIGURE; the first there is chooses
+FIGURES = ("rank", "auc", "order", "accuracy", "error", "first_wrong")  # in logs NAME_FIGURE; its first one chooses
 COUNTS = ("pairs", "ratings")  # beside them, what they are of
 WRITTEN = re.compile(
-    r"(?P<kind>\w+)(?:\s+(?P<low>-?[\d.]+)\s*-\s*(?P<high>-?[\d.]+))?(?:\s+in\s+(?P<bins>\d+))?"
-    r"(?P<apart>\s+apart)?"
+    r"(\w+)(?:\s+(-?[\d.]+)\s*-\s*(-?[\d.]+))?(?:\s+in\s+(\d+))?(\s+apart)?"  # kind, low, high, bins, apart
 )
-WRITE = "write outputs: {overall: preference, clarity: rating 1-5}"
 
 
 @dataclass(frozen=True)
@@ -54,19 +52,16 @@ class Output:
     def parse(cls, name: str, text: str) -> Output:
         """Return an output as the configuration writes it: `preference`, or `rating 1-5`."""
         match = WRITTEN.fullmatch(str(text).strip())
-        kind = match["kind"] if match else ""
-        bins = int(match["bins"] or 1) if match else 1
-        ranged = match is not None and (kind in RANGED) == (match["low"] is not None)
-        if match is None or kind not in TAKES or not ranged or not bins or (bins > 1 and kind != "progress"):
+        kind, low, high, bins, apart = match.groups() if match else [""] * 5
+        shares = int(bins or 1)
+        if kind not in TAKES or (kind in RANGED) != bool(low) or not shares or (bins and kind != "progress"):
             others = ", ".join(it for it in TAKES if it not in RANGED)
             written = " or ".join(f"{it} LOW-HIGH" for it in RANGED)
             raise ConfigError(f"the output {name} is {text!r}: write {others}, or {written}.")
-        low, high = (float(match["low"]), float(match["high"])) if match["low"] is not None else (0.0, 1.0)
+        low, high = float(low or 0), float(high or 1)
         if low >= high or (kind == "ordinal" and not (low.is_integer() and high.is_integer())):
-            raise ConfigError(
-                f"the output {name} is {text!r}: write it from low to high, an ordinal in whole numbers."
-            )
-        return cls(name, kind, low, high, apart=match["apart"] is not None, bins=bins)
+            raise ConfigError(f"the output {name} is {text!r}: go from low to high, of an ordinal in whole numbers.")
+        return cls(name, kind, low, high, apart=bool(apart), bins=shares)
 
     @property
     def branch(self) -> str | None:
@@ -112,7 +107,8 @@ class Outputs:
         """Return the outputs of the configuration: `total` has weights by name, by default the first alone counts."""
         if not outputs:
             if total:
-                raise ConfigError(f"total weighs outputs, and there is only one: {WRITE} first.")
+                write = "write outputs: {overall: preference, clarity: rating 1-5} first"
+                raise ConfigError(f"total weighs outputs, and there is only one: {write}.")
             return cls()
         each = [Output.parse(name, text) for name, text in outputs.items()]
         if unknown := sorted({*(total or {})} - {*outputs}):

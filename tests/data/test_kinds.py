@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import base64
 import gzip
-import io
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import datasets
 import pandas as pd
 import pyarrow as pa
-import pyarrow.feather as feather
 import pytest
 
 from tests.conversations import png, references
@@ -31,24 +30,11 @@ def as_csv(separator: str) -> bytes:
     return pd.DataFrame(ROWS).to_csv(index=False, sep=separator).encode()
 
 
-def as_zst(content: bytes) -> bytes:
-    target = pa.BufferOutputStream()
-    with pa.CompressedOutputStream(target, "zstd") as stream:
-        stream.write(content)
-    return target.getvalue().to_pybytes()
-
-
 def as_arrow(writer) -> bytes:
     target, table = pa.BufferOutputStream(), pa.Table.from_pylist(ROWS)
     with writer(target, table.schema) as file:
         file.write_table(table)
     return target.getvalue().to_pybytes()
-
-
-def as_feather() -> bytes:
-    target = io.BytesIO()
-    feather.write_feather(pa.Table.from_pylist(ROWS), target, compression="lz4")
-    return target.getvalue()
 
 
 KINDS = {
@@ -61,11 +47,11 @@ KINDS = {
     "bars.csv": as_csv("|"),
     "rows.JSONL": LINES,
     "rows.jsonl.gz": gzip.compress(LINES),
-    "rows.jsonl.zst": as_zst(LINES),
+    "rows.jsonl.zst": pa.compress(LINES, "zstd", asbytes=True),
     "rows.csv.gz": gzip.compress(as_csv(",")),
     "rows.arrow": as_arrow(pa.ipc.new_file),
     "stream.arrow": as_arrow(pa.ipc.new_stream),
-    "rows.feather": as_feather(),
+    "rows.feather": as_arrow(partial(pa.ipc.new_file, options=pa.ipc.IpcWriteOptions(compression="lz4"))),
 }
 
 

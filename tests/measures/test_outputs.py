@@ -39,10 +39,9 @@ def rated(folder):
     for number in range(COUNT):
         light, words, *marks = draw.integers(0, (255, 8, 9, 9)).tolist()
         Image.new("RGB", (56, 56), (light,) * 3).save(folder / f"{number}.png")
-        row = {"prompt": f"How is {number:02}?", "chosen": "word " * (words + 2), "rejected": "word " * (words + 1)}
-        row |= {"chosen": row["chosen"] + "!" * marks[0], "rejected": row["rejected"] + "!" * marks[1]}
-        row |= {"images": [f"{number}.png"], "long": [words + 2, words + 1], "looks": [light / 26] * 2, "clear": marks}
-        rows.append(row)
+        better, worse = ("word " * (words + more) + "!" * mark for more, mark in zip((2, 1), marks, strict=True))
+        row = {"prompt": f"How is {number:02}?", "chosen": better, "rejected": worse, "images": [f"{number}.png"]}
+        rows.append(row | {"long": [words + 2, words + 1], "looks": [light / 26] * 2, "clear": marks})
     return load_comparisons([str(write_rows(folder / "rows.jsonl", rows))], arguments=DataArguments(outputs=OUTPUTS))
 
 

@@ -9,7 +9,7 @@ from tests.conversations import rated
 from tests.pair_frames import list_frame, pair_frame
 from vlmrm.conversation import Comparison, Image, Judgement, Message, Text
 from vlmrm.errors import DataError
-from vlmrm.measures.pairs import candidates_of, check_pairs, credits_of, margins_of, pair_table, scored_pairs
+from vlmrm.measures.pairs import candidates_of, check_pairs, pair_table, scored_pairs
 
 
 def test_every_branch_of_a_list_is_taken_once():
@@ -37,12 +37,6 @@ def test_several_raters_of_a_pair_are_averaged():
     frame = scored_pairs([comparison], [[0.5, 1.5]])
     row = frame[["chosen_branch", "chosen_rating", "chosen_score", "weight", "tie"]].to_dict("records")
     assert row == [{"chosen_branch": 1, "chosen_rating": 0.75, "chosen_score": 1.5, "weight": 1.0, "tie": False}]
-
-
-def test_margins_of_people_s_ties_are_unknown():
-    frame = pair_frame([2.0, 0.0, -1.0, 4.0], tie=[False, False, False, True])
-    np.testing.assert_equal(margins_of(frame), [2, 0, -1, np.nan])
-    np.testing.assert_equal(credits_of(margins_of(frame)), [1, 0.5, 0, np.nan])
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,8 @@ def test_a_gaussian_integrates_what_samples_approach():
     density = torch.exp(-(grid**2) / 2) / math.sqrt(2 * math.pi) * (grid[1] - grid[0])
     drawn = difference[:, None] + variance.sqrt()[:, None] * grid
     expected = -(torch.sigmoid(drawn) * density).sum(1).log()
-    torch.testing.assert_close(
-        gaussian(difference, variance, torch.tensor([False] * 2)), expected, rtol=1e-4, atol=1e-4
-    )
+    found = gaussian(difference, variance, torch.tensor([False] * 2))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_outputs_have_equal_parts_whatever_judges_more(tiny_checkpoint):
@@ -175,18 +174,19 @@ def test_ratings_become_a_reward_of_each_output(train_here, tmp_path, adapter, c
         assert 1 <= values["size"] <= 3 and total == pytest.approx(values["red"] + 0.5 * values["size"], rel=1e-6)
     images = [str(tmp_path / "data" / square(tmp_path / "data", i)) for i in range(3)]
     options = {"model_path": str(tmp_path / "out/best"), "output": "size"}
-    rewards = RewardSet([RewardArguments("size", "vlm_reward", dtype="float32", extra_kwargs=options)])
-    total = rewards(prompt=["Picture 0", "Picture 1", "Picture 2"], image=images).total()
-    assert total == pytest.approx([it["size"] for it in named[:3]], abs=1e-5)
-    options["transform"] = "percentile"
-    shares = RewardSet([RewardArguments("size", "vlm_reward", dtype="float32", extra_kwargs=options)])
+
+    def sizes(**more: str):
+        arguments = RewardArguments("size", "vlm_reward", dtype="float32", extra_kwargs=options | more)
+        return RewardSet([arguments])(prompt=[f"Picture {i}" for i in range(3)], image=images).total()
+
+    assert sizes() == pytest.approx([it["size"] for it in named[:3]], abs=1e-5)
     lower = [np.mean([other["size"] < it["size"] for other in named[1:]]) for it in named[:3]]  # the first has no size
-    assert shares(prompt=[f"Picture {i}" for i in range(3)], image=images).total() == pytest.approx(lower, abs=0.1)
+    assert sizes(transform="percentile") == pytest.approx(lower, abs=0.1)
     with pytest.raises(SystemExit, match="0"):
         cli.app(["calibrate", "out/best", "--dataset_path", str(data), "--max_eval_samples", "6"])
     assert scale_in("out/best")["reward_count"] == 6
     with pytest.raises(ConfigError, match=r"no output sise: did you mean size"):
-        RewardSet([RewardArguments("size", "vlm_reward", extra_kwargs={**options, "output": "sise"})])
+        sizes(output="sise")
     with pytest.raises(SystemExit, match="0"):
         cli.app(["score", "--model", "out/best", "--prompt", "Picture 0", "--response-image", images[0], "--json"])
     written = capsys.readouterr().out
@@ -224,7 +224,6 @@ def test_a_model_keeps_the_outputs_it_was_trained_with(tiny_checkpoint, tmp_path
         ({"clarity": "stars 1-5"}, None, "write preference, gaussian"),
         ({"clarity": "rating 5-1"}, None, "from low to high"),
         ({"clarity": "ordinal 0.5-2"}, None, "whole numbers"),
-        ({"clarity": "ratng 1-5"}, {"clairty": 1}, "write preference, gaussian"),
         ({"clarity": "rating 1-5"}, {"clarity": 0}, "weighs every output by 0"),
         ({"prompt": "preference"}, None, "called prompt, a column of docs/data.md"),
         ({"clarity": "rating 1-5"}, {"clairty": 1}, "clairty, which is no output"),

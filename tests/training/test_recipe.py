@@ -101,9 +101,9 @@ def test_numbers_beside_single_answers_become_outputs(tmp_path, tiny_checkpoint)
     facts = facts_of([data])
     assert facts.reading["outputs"] == {"stars": "ordinal 1-5", "light": "rating 0-1"}
     assert written(CPU, data=facts)["metric_for_best_model"] == "stars_rank"
-    line = ["init", str(data), "--model", str(tiny_checkpoint), "--output", str(tmp_path / "mine.yaml")]
-    asked = ["--columns", "clear=stars", "--outputs", "light=correctness", "clear=rating 1-5"]
-    cli.app([*line, *asked], exit_on_error=False, result_action="return_value")
+    line = ["init", str(data), "--model", str(tiny_checkpoint), "--output", str(tmp_path / "mine.yaml"), "--columns"]
+    line += ["clear=stars", "--outputs", "light=correctness", "clear=rating 1-5"]
+    cli.app(line, exit_on_error=False, result_action="return_value")
     named = yaml.safe_load((tmp_path / "mine.yaml").read_text())
     assert named["columns"] == {"clear": "stars"} and named["metric_for_best_model"] == "light_auc"
     assert named["outputs"] == {"light": "correctness", "clear": "rating 1-5"}

@@ -141,8 +141,7 @@ def _changed(
         lost = Lost(Correlation(rated, of.values), Correlation(rated, values)).estimate(clusters[of.owners])
     else:
         better, worse = of.pairs.T
-        after = np.where(np.isnan(values), NAN, of.values)[better] if intervention.attack else values[better]
-        credits = credits_of(after - values[worse])
+        credits = credits_of((of.values if intervention.attack else values)[better] - values[worse])
         lost = Mean(credits_of(of.margins) - credits, scale="difference").estimate(clusters[of.owners[better]])
     return {"lost": lost._asdict(), "moved": moved._asdict()}
 
@@ -185,8 +184,7 @@ def references(
     found = {TOTAL: Reference(np.array([*chain.from_iterable(scores)]), margins)}
     if judged and not len(margins):
         weighed = [it.weight * judged[it.name].ratings for it in outputs if it.weight]
-        nothing = np.zeros(len(found[TOTAL].scores))
-        found[TOTAL] = Reference.rated(found[TOTAL].scores, np.sum([nothing, *weighed], axis=0))
+        found[TOTAL] = Reference.rated(found[TOTAL].scores, np.sum(weighed, axis=0))
     for name, of in judged.items():
         said = ~np.isnan(of.ratings)
         known = said | np.isin(np.arange(len(said)), of.pairs)
