@@ -31,9 +31,7 @@ def test_figures_are_those_of_the_plain_functions():
         "preference_accuracy": 3.5 / 5,
         "weighted_accuracy": 6.5 / 9,
         "groupwise_accuracy": 3 / 5,
-        "average_margin": decided.mean(),
         "tied_margin": 1.0,
-        "loss": statistics.log_losses(decided).mean(),
         "brier": statistics.squared_errors(decided).mean(),
     }.items():
         assert found[name]["value"] == pytest.approx(value), name

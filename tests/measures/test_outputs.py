@@ -63,8 +63,7 @@ def test_each_output_shows_what_it_rests_on(tmp_path, tiny_checkpoint):
     options = {"interventions": {name: INTERVENTIONS[name] for _, name in GUILTY}, "outputs": outputs}
     batcher = PaddedBatcher.for_processor(processor)
     collator = ComparisonCollator(Renderer(processor), batcher, max_seq_length=4096, **options)
-    [mark] = processor.tokenizer.encode("!")
-    engine = Engine(planted(mark), collator, torch.device("cpu"))
+    engine = Engine(planted(*processor.tokenizer.encode("!")), collator, torch.device("cpu"))
     result = evaluate(engine, rated(tmp_path), batch_size=8, sample=COUNT * 2 // 3)
     judged = judged_outputs(outputs, result.comparisons, result.outputs)
     changes = output_changes(outputs, judged, result.altered_outputs, np.arange(COUNT))
