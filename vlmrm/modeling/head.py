@@ -46,9 +46,8 @@ class Float32GroupNorm(nn.GroupNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with torch.autocast(input.device.type, enabled=False):
-            return nn.functional.group_norm(
-                input.float(), self.num_groups, self.weight.float(), self.bias.float(), self.eps
-            )
+            weight, bias = self.weight.float(), self.bias.float()
+            return nn.functional.group_norm(input.float(), self.num_groups, weight, bias, self.eps)
 
 
 @dataclass(frozen=True)

@@ -346,8 +346,8 @@ def convert_head(
             name = f"score_hidden.{index * (3 if norms else 2) + place}"
             weights[f"{name}.weight"] = weight
             weights[f"{name}.bias"] = torch.zeros(len(weight)) if hidden_bias is None else hidden_bias
-    widths = [width, *head.hidden, outputs.columns]
-    for (weight, _), (before, after) in zip([*layers, (last, bias)], pairwise(widths), strict=True):
+    widths = pairwise([width, *hidden, outputs.columns])
+    for (weight, _), (before, after) in zip([*layers, (last, bias)], widths, strict=True):
         if weight.shape != (after, before):
             raise CheckpointError(
                 f"a layer of the head is {list(weight.shape)} and should be {[after, before]}: the file is broken, or "

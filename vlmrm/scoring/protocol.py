@@ -35,14 +35,6 @@ class Scorer(Protocol):
         ...
 
 
-class PrefixScorer(Protocol):
-    """A model that scores an episode after each of its frames: the local and the remote scorer, and some rewards."""
-
-    def score_prefixes(self, task: Any, frames: Sequence[Reference]) -> list[float]:
-        """Return the score of each prefix of an episode, [T]."""
-        ...
-
-
 def prefixes_of(task: Any, frames: Sequence[Reference]) -> list[Conversation]:
     """Return the conversation of each prefix of an episode: its frames up to each one, as the answer to `task`."""
     if not frames:

@@ -91,7 +91,7 @@ def test_training_episodes_are_left_out_of_evaluation(classifier, tmp_path, caps
 
 
 def test_too_few_episodes_qualify_nothing(classifier, tmp_path):
-    with pytest.raises(BelowThreshold, match=r"2 held-out episodes show a success"):
+    with pytest.raises(BelowThreshold, match=r"2 held-out episodes show a success .*collect more: 12 that succeed"):
         evaluated(classifier, *new_squares(tmp_path, positive=2))
     only_failures = tmp_path / "failures"
     new_squares(only_failures, positive=0)
@@ -150,6 +150,9 @@ def test_any_function_is_qualified_and_the_worst_frames_are_named(tmp_path, monk
         evaluated("python:square_scorers:short", *folders, *task)
     with pytest.raises(ConfigError, match="is no classifier of frames: leave out output_checkpoint"):
         evaluated("python:square_scorers:clock", *folders, *task, "--output-checkpoint", "x.safetensors")
+    for unmarked in ("square_scorers.py", "square_scorers:clock"):
+        with pytest.raises(ConfigError, match="write a function as python:module:name"):
+            evaluated(unmarked, *folders, *task)
 
 
 # The threshold at run time -------------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ def test_a_folder_with_nothing_to_import_is_named(folders):
         ([STORED], LABELS, "no images by key"),
         ({"cam": "text"}, LABELS, "images cam that are no array"),
         ({"cam": STORED}, [0, 0, 1], "labels that are no array"),
+        ({"cam": STORED}, None, "and no labels, of which each frame needs one"),
         ({"cam": STORED.astype(np.float32) * 2}, LABELS, r"values that are outside \[0, 255\]"),
         ({"cam": np.full((3, 3, 4, 4), np.nan)}, LABELS, r"144 of 144 values"),
         ({"cam": STORED.astype(np.int64)}, LABELS, "are int64"),

@@ -24,7 +24,7 @@ from vlmrm_robots.trajectories.pictures import as_picture
 from vlmrm_robots.trajectories.trajectory import TrajectoryFile
 
 if TYPE_CHECKING:
-    from vlmrm.scoring.protocol import PrefixScorer
+    from vlmrm_robots.trajectories.reward_models import PrefixScorer
 
 BATCH = 128
 WORST = 12  # frames of a line of the sheet
@@ -53,7 +53,7 @@ def is_classifier(scorer: str) -> bool:
     path, described = Path(scorer), Path(scorer) / "config.json"
     if described.is_file():
         return '"reward_classifier"' in described.read_text(encoding="utf-8")
-    return path.suffix in (".pt", ".safetensors") or (path.is_file() and path.suffix not in (".yaml", ".yml"))
+    return path.suffix in (".pt", ".safetensors") or (path.is_file() and path.suffix not in (".yaml", ".yml", ".py"))
 
 
 def qualify_classifier(

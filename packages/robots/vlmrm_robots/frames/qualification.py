@@ -21,6 +21,7 @@ from scipy.stats import mannwhitneyu
 from vlmrm_robots.frames.settings import Limits
 
 MIN_EPISODES = 6  # with a success, and with a failure: of fewer no bound is above chance
+ENOUGH = 12  # of each side, for what errs seldom: see the table of docs/frames.md
 CONFIDENCE = 0.95  # of a bound on one side
 DOUBT = (1 - CONFIDENCE) / 2  # the most likely that chance may be to do as well
 CHANCE = 0.5  # of an AUC, and of a precision among as many successes as failures
@@ -267,7 +268,7 @@ def disqualification(measured: Mapping[str, float], limits: Limits) -> str | Non
         return (
             f"{measured['successful_episodes']:.0f} held-out episodes show a success and "
             f"{measured['failing_episodes']:.0f} a failure, of which at least {MIN_EPISODES} each are needed (collect "
-            "more episodes, or hold out more)"
+            f"more: {ENOUGH} that succeed and {ENOUGH} that fail are enough for most; a training may hold out more)"
         )
     reasons = [*_doubts_of_sight(measured, limits), *_doubts_of_fires(measured, limits)]
     if np.isnan(measured["precision"]):

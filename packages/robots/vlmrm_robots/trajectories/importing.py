@@ -84,6 +84,8 @@ def read_pickled(path: Path) -> Trajectory:
     images, labels = content.get("images"), content.get("labels")
     if not isinstance(images, dict) or not images or not all(isinstance(key, str) for key in images):
         raise DataError(f"{path} has no images by key, but {sorted(map(str, content))}.")
+    if labels is None:
+        raise DataError(f"{path} has {sorted(map(str, content))} and no labels, of which each frame needs one.")
     wrong = [key for key, frames in images.items() if not isinstance(frames, np.ndarray)]
     if wrong or not isinstance(labels, np.ndarray):
         raise DataError(f"{path} has {'images ' + wrong[0] if wrong else 'labels'} that are no array.")

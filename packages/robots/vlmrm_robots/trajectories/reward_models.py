@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from scipy.optimize import minimize
@@ -30,25 +31,29 @@ from vlmrm.rewards.registry import reward_arguments, reward_model_class
 from vlmrm.rewards.reward_set import Models
 from vlmrm.rewards.samples import reward_items
 from vlmrm.scoring import load_scorer
-from vlmrm.scoring.protocol import PrefixScorer, prefixes_of
+from vlmrm.scoring.protocol import prefixes_of
 from vlmrm_robots.trajectories.importing import import_episodes
 from vlmrm_robots.trajectories.importing import summarise as summarise_import
 from vlmrm_robots.trajectories.pictures import as_picture
 from vlmrm_robots.trajectories.rows import spread_steps, task_of
-from vlmrm_robots.trajectories.trajectory import (
-    Episode,
-    Trajectory,
-    TrajectoryFile,
-    digest,
-)
+from vlmrm_robots.trajectories.trajectory import Episode, Trajectory, TrajectoryFile, digest
 
 TIED = 2**-18  # of the largest score: 32 times the precision of float32
 PYTHON = "python:"
+UNMARKED = re.compile(r"[\w.]+:[A-Za-z_]\w*")  # a function without it
 Shown = Literal["scores", "repeated", "shuffled"]
 CONTROLS: dict[Shown, str] = {"repeated": "their first frame repeated", "shuffled": "their frames shuffled"}
 
 
 # A model of any kind -------------------------------------------------------------------------------------------------
+
+
+class PrefixScorer(Protocol):
+    """A model that scores an episode after each of its frames: the local and the remote scorer, and some rewards."""
+
+    def score_prefixes(self, task: str, frames: Sequence[Any]) -> list[float]:
+        """Return the score of each prefix of an episode, [T]."""
+        ...
 
 
 class RewardOfPrefixes:
@@ -93,6 +98,8 @@ def open_prefix_scorer(model: str) -> PrefixScorer:
     """
     if model.startswith(PYTHON):
         return FunctionOfPrefixes(model)
+    if model.endswith(".py") or UNMARKED.fullmatch(model):
+        raise ConfigError(f"{model} is no checkpoint, address or YAML file: write a function as {PYTHON}module:name.")
     if not model.endswith((".yaml", ".yml")):
         return load_scorer(model)
     arguments = reward_arguments(model)
