@@ -68,7 +68,7 @@ LIMIT = 10_000  # files that the folders may hold
 KEY = "base_camera"
 TASK = "Push the block to the goal."
 ORDER = 0.95  # of two frames
-SEEDS, SHOWN, STEPS_OF_TRAINING = 3, 5, 600  # models, frames of a clip, and steps of 16 clips
+SEEDS, SHOWN, STEPS_OF_TRAINING = 3, 5, 300  # models, frames of a clip, and steps of 16 clips
 
 
 def measure(options: argparse.Namespace) -> list[Row]:
