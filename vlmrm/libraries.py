@@ -39,9 +39,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "rewards": ("rapidocr", "onnxruntime", "rapidfuzz", "ftfy"),
     "serve": (
         *("fastapi", "starlette", "anyio", "httptools", "uvloop", "python_multipart", "redis"),
-        *("opentelemetry", "prometheus_client"),
+        "prometheus_client",
     ),
-    "otel": ("opentelemetry",),
     "latents": ("diffusers",),
 }
 ROBOTS, ROBOTS_FOLDER = "vlmrm-robots", "packages/robots"  # the distribution next door, which adds its own extras

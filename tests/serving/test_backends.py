@@ -97,7 +97,7 @@ async def is_waiting(task: asyncio.Task[Any]) -> bool:
 @in_loop
 async def test_a_job_goes_from_queued_to_done(backends):
     async with backends() as backend:
-        origin = {"prefixes": {"é": 5}, "client": "one", "request_id": "two", "wanted": "r1", "trace": "00-1-2-01"}
+        origin = {"prefixes": {"é": 5}, "client": "one", "request_id": "two", "wanted": "r1"}
         given = Job.of("length", [{"prompt": "a", "image": b"\xff"}, {"prompt": "b"}], cost=7, priority=3, **origin)
         assert await backend.put(given) == given.id
         assert (await backend.status(given.id)).state is State.queued

@@ -63,7 +63,6 @@ class Job:
     priority: int = 0  # higher goes first
     client: str = ""  # whose fair share of the reward it counts against
     request_id: str = ""
-    trace: str = ""  # the W3C traceparent of its request
     wanted: str = ""  # the revision that must compute it
     weight: float = 1.0  # of the client's share
     deadline: float | None = None  # of `time.monotonic`, after which it is not begun

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import Request, Response
-from opentelemetry import propagate
 from pydantic import BaseModel
 
 from vlmrm.conversation import Conversation, Outcome, Sample
@@ -150,9 +149,6 @@ class Gateway:
             raise TooLarge(f"{sent} is over what the queue can hold, {most}: send fewer at a time.")
         client = request.client
         job.client, job.weight, job.wanted, job.request_id = client.name, client.weight, request.wanted, request.id
-        carrier = dict[str, str]()
-        propagate.inject(carrier)
-        job.trace = carrier.get("traceparent", "")
         return job
 
 

@@ -21,7 +21,7 @@ from vlmrm.serving.links import Link, read_status, write_job
 from vlmrm.serving.replica import WorkerHealth
 from vlmrm.serving.service import CoreState
 from vlmrm.serving.settings import ServiceSettings
-from vlmrm.serving.telemetry import export_spans, log_lines
+from vlmrm.serving.telemetry import log_lines
 from vlmrm.serving.worker.channel import die_with_parent
 
 
@@ -114,7 +114,6 @@ async def run(start: dict[str, Any], to_core: socket.socket, to_front: socket.so
     loop, core = asyncio.get_running_loop(), RemoteCore()
     settings = ServiceSettings.model_validate(start["settings"])
     log_lines(settings)
-    export_spans()
     app = create_app(settings, core, requests=start["requests"])
     await loop.create_unix_connection(lambda: core.link, sock=to_core)
     await core.known.wait()

@@ -190,7 +190,7 @@ class RedisBackend:
         ttl = "" if job.deadline is None else job.deadline - time.monotonic()  # Redis counts by its own clock
         content = (job.id, job.key, job.reward, job.packed, job.count, job.cost, job.priority, ttl)
         origin = (" ".join(job.revisions), json.dumps(list(job.prefixes.items())), job.client)
-        origin = (*origin, job.request_id, job.wanted, job.trace, SLOW if job.slow else "", job.weight)
+        origin = (*origin, job.request_id, job.wanted, SLOW if job.slow else "", job.weight)
         bounds = (*self._capacity, self._limits.queue_bytes)
         arguments = (*content, *bounds, self._ttl, *origin)
         if self._replicated and time.monotonic() - self._no_replica >= PING_S:
@@ -274,9 +274,9 @@ class RedisBackend:
         jobs = []
         for reply in await self._run("take", *arguments, patience=None):
             job_id, receipt, packed, count, cost, priority, attempts, created, *origin = reply
-            prefixes, client, request_id, wanted, trace = (text.decode() for text in origin)
+            prefixes, client, request_id, wanted = (text.decode() for text in origin)
             content = (packed, int(count), int(cost), dict(json.loads(prefixes)), int(priority), client)
-            job = Job(reward, *content, request_id, trace, wanted, slow=queue != reward, attempts=int(attempts))
+            job = Job(reward, *content, request_id, wanted, slow=queue != reward, attempts=int(attempts))
             job.id, job.created, job.receipt = job_id.decode(), float(created), receipt.decode()
             self._held[job.receipt] = job.id
             jobs.append(job)

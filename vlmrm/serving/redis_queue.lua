@@ -240,7 +240,7 @@ end
 local operations = {}
 
 function operations.put(id, key, reward, packed, items, cost, priority, remaining, max_items, max_bytes,
-    max_total, ttl, revisions, prefixes, client, request, wanted, trace, slow, weight)
+    max_total, ttl, revisions, prefixes, client, request, wanted, slow, weight)
   if redis.call('EXISTS', job_key(id)) == 1 then return {1, id} end  -- a retry after a lost response
   local deadline = remaining ~= '' and string.format('%.6f', now + remaining) or ''
   local equal = redis.call('GET', P .. ':key:' .. key)
@@ -266,7 +266,7 @@ function operations.put(id, key, reward, packed, items, cost, priority, remainin
   end
   redis.call('HSET', job_key(id), 'reward', reward, 'key', key, 'packed', packed, 'items', items, 'bytes', #packed,
     'cost', cost, 'priority', priority, 'deadline', deadline, 'attempts', 0, 'asked', 1,
-    'prefixes', prefixes, 'client', client, 'request', request, 'wanted', wanted, 'trace', trace, 'slow', slow,
+    'prefixes', prefixes, 'client', client, 'request', request, 'wanted', wanted, 'slow', slow,
     'weight', weight, 'created', string.format('%.6f', now))
   redis.call('SET', P .. ':key:' .. key, id)
   enqueue(read(id))
@@ -285,8 +285,7 @@ function operations.take(queue, budget, token, ttl, expired, aging, cached)
   local jobs = {}
   for _, pair in ipairs(taken) do
     local job = redis.call('HMGET', job_key(pair[1]),
-      'receipt', 'packed', 'items', 'cost', 'priority', 'attempts', 'created', 'prefixes', 'client', 'request', 'wanted',
-      'trace')
+      'receipt', 'packed', 'items', 'cost', 'priority', 'attempts', 'created', 'prefixes', 'client', 'request', 'wanted')
     if job[1] == pair[2] then jobs[#jobs + 1] = {pair[1], unpack(job)} end
   end
   return jobs

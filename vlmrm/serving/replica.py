@@ -24,7 +24,7 @@ from vlmrm.errors import RowError
 from vlmrm.formats.wire import Item
 from vlmrm.serving.backend import NOT_SERVED, Job, QueueAway, queues
 from vlmrm.serving.memory_backend import tokens_of
-from vlmrm.serving.telemetry import Metrics, trace_batch
+from vlmrm.serving.telemetry import Metrics
 from vlmrm.serving.worker.channel import pack, redact_paths, unpack
 from vlmrm.serving.worker_process import CannotLoad, RewardRaised, WorkerDied, WorkerProcess
 from vlmrm.serving.worker_spec import WorkerSpec, digest
@@ -282,7 +282,6 @@ class Replica:
                 self.metrics.latency.labels(self.reward, "waiting").observe(max(0.0, taken - job.created))
             outcomes, seconds = await self._score(worker, jobs, prepared)
             self.metrics.record_batch(self.reward, outcomes, seconds)
-            trace_batch(jobs, taken, time.time() - seconds, time.time())
             # One list of outcomes, in the order of the jobs.
             ends = itertools.accumulate(job.count for job in jobs)
             parts = [(job, outcomes[end - job.count : end]) for job, end in zip(jobs, ends, strict=True)]

@@ -21,7 +21,7 @@ from vlmrm.serving.http_server import BACKLOG, GC_THRESHOLDS
 from vlmrm.serving.processes import Processes
 from vlmrm.serving.service import Service
 from vlmrm.serving.settings import RewardSettings, load_settings, validate_settings
-from vlmrm.serving.telemetry import LineFormatter, export_spans
+from vlmrm.serving.telemetry import LineFormatter
 from vlmrm.serving.versions import is_repository
 from vlmrm.serving.worker_spec import is_trained
 from vlmrm.settings import nearest_file
@@ -53,7 +53,6 @@ def serve(config: Path | None, model: str | None, overrides: Mapping[str, Any], 
     for reward in settings.reward_args if role != "api" else ():
         check_model(reward)
     raise_file_limit()  # before the application reads it
-    export_spans()
     service = Service(settings, workers=role != "api")
     with listen(settings.host, settings.port) as listener:
         start_log("serve")

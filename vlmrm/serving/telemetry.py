@@ -1,11 +1,10 @@
-"""Metrics for Prometheus and the status page, spans for OpenTelemetry, and the format of the log's lines."""
+"""Metrics for Prometheus and the status page, and the format of the log's lines."""
 
 from __future__ import annotations
 
 import json
 import logging
 import math
-import os
 import time
 from collections import Counter as Counts
 from collections import deque
@@ -14,14 +13,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from opentelemetry import propagate, trace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from vlmrm.conversation import Outcome
-from vlmrm.libraries import needs
 
 if TYPE_CHECKING:
-    from vlmrm.serving.backend import Job
     from vlmrm.serving.settings import ServiceSettings
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
@@ -92,36 +88,6 @@ class Metrics:
         """Record what gets no score: an `item`, a `job`, a `refused` request, or one that came too late, `timeout`."""
         self.failures.labels(reward, reason).inc()
         self.recent_failures.append(Failure(time.time(), reward, reason, message, request_id))
-
-
-def export_spans() -> None:
-    """Send this process's spans where the environment of OpenTelemetry says; nowhere if it does not."""
-    if not any(os.environ.get(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT") for kind in ("", "TRACES_")):
-        return
-    with needs("otel", "traces"):
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    provider = TracerProvider()
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    trace.set_tracer_provider(provider)
-
-
-def trace_batch(jobs: Sequence[Job], taken: float, started: float, ended: float) -> None:
-    """Record in the trace of each job's request when it waited, was in a batch, and was computed there."""
-    tracer, items = trace.get_tracer("vlmrm"), sum(job.count for job in jobs)
-    for job in jobs:
-        if not job.trace:
-            continue
-        parent = propagate.extract({"traceparent": job.trace})
-        named = {"vlmrm.reward": job.reward, "vlmrm.request_id": job.request_id}
-        of_batch = {"vlmrm.batch.jobs": len(jobs), "vlmrm.batch.items": items}
-        for name, begin, end in (("queue", job.created, taken), ("batch", taken, ended), ("compute", started, ended)):
-            attributes = named if name == "queue" else named | of_batch
-            span = tracer.start_span(name, parent, attributes=attributes, start_time=int(begin * 1e9))
-            span.end(int(end * 1e9))
-            if name == "batch":
-                parent = trace.set_span_in_context(span)
 
 
 class LineFormatter(logging.Formatter):
