@@ -11,12 +11,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks import runs
 from benchmarks.gpu.models import checkpoint
 from benchmarks.gpu.running import Run, needed
-from benchmarks.harness import Row, row
+from benchmarks.harness import Row, Skipped, row
 from vlmrm.training import train
 from vlmrm.training.trainer import ComparisonTrainer
 
@@ -35,6 +36,8 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {  # pairs of a step, pixels
     "full, 16 pairs of 1,024, eager": (16, LARGE, FULL | EAGER),
     "full, 16 pairs of 1,024": (16, LARGE, FULL),
     "full, 4 pairs of 1,024": (4, LARGE, FULL),
+    "full, fsdp, 16 pairs of 1,024": (16, LARGE, FULL | {"fsdp": True}),
+    "full, fsdp, 4 pairs of 1,024": (4, LARGE, FULL | {"fsdp": True}),
     "qlora, 4 pairs of 256": (4, SMALL, LORA | EAGER | {"load_in_4bit": True}),
     "full, adamw_bnb_8bit": (4, SMALL, EAGER | {"optim": "adamw_bnb_8bit"}),
     "full, paged_adamw_8bit": (4, SMALL, EAGER | {"optim": "paged_adamw_8bit"}),
@@ -51,6 +54,8 @@ def rows(run: Run, case: str, pairs: int, side: int, keys: dict[str, Any]) -> It
     """Yield the seconds of a step of a training, its memory, and the MFU that it logs."""
     if "load_in_4bit" in keys or "8bit" in keys.get("optim", ""):
         needed("bitsandbytes")
+    if "fsdp" in keys and not (run.cuda and hasattr(FSDPModule, "set_reduce_scatter_unused_params")):
+        raise Skipped("fsdp needs CUDA and torch 2.15")
     base = checkpoint(run.scratch, "3b", run.device, run.tiny)
     pairs, side = (2, SMALL) if run.tiny else (pairs, side)
     data = pictures(run.scratch, pairs * STEPS, (side, side))
