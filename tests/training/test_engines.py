@@ -22,7 +22,7 @@ from vlmrm.errors import ConfigError
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.families import BY_MODEL_TYPE
 from vlmrm.training.arguments import RewardTrainingArguments
-from vlmrm.training.engines import alone, compiles, engine_environment
+from vlmrm.training.engines import compiles, engine_environment, join_alone
 
 
 @pytest.fixture
@@ -115,7 +115,8 @@ def test_an_engine_of_one_process_has_a_group_of_one(gpus, keys, ranks, monkeypa
     monkeypatch.setattr(distributed, "init_process_group", partial(distributed.init_process_group, "gloo"))
     args: Any = SimpleNamespace(**{"fsdp": None, "deepspeed": None, "use_cpu": False} | keys)
     try:
-        with alone(args):
+        with engine_environment():
+            join_alone(args)
             assert (os.environ.get("LOCAL_RANK"), distributed.is_initialized()) == (ranks and "0", bool(ranks))
             assert not ranks or distributed.get_world_size() == ranks
         assert "LOCAL_RANK" not in os.environ

@@ -18,7 +18,13 @@ from vlmrm.errors import ConfigError, first_line
 from vlmrm.modeling.arguments import AUTO, ModelArguments
 from vlmrm.modeling.parts import HEAD, MERGER, VISION
 from vlmrm.settings import check_least, did_you_mean, key
-from vlmrm.training.engines import alone, check_checkpointing, check_engine_files, check_environment, read_engines
+from vlmrm.training.engines import (
+    check_checkpointing,
+    check_engine_files,
+    check_environment,
+    join_alone,
+    read_engines,
+)
 from vlmrm.training.losses import PAIR_LOSSES
 
 CHECKPOINTING = {AUTO: AUTO, "true": True, "false": False}  # words of gradient_checkpointing
@@ -140,9 +146,10 @@ class RewardTrainingArguments(trl.RewardConfig):
         self.gradient_checkpointing: Any = CHECKPOINTING[word]
         read_engines(self)
         check_environment(self)
+        join_alone(self)
         compiled, self.torch_compile = self.torch_compile, False  # HF would compile the model as a whole
         try:
-            with warnings.catch_warnings(), alone(self):
+            with warnings.catch_warnings():
                 # TRL's defaults set the older name, which configurations use too.
                 warnings.filterwarnings("ignore", "`gradient_checkpointing", FutureWarning)
                 super().__post_init__()

@@ -64,6 +64,7 @@ ENVIRONMENT = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": PIECES,
     "ACCELERATE_DYNAMO_BACKEND": COMPILED,
 }
+RANK = "LOCAL_RANK"
 
 
 def read_engines(args: RewardTrainingArguments) -> None:
@@ -115,20 +116,13 @@ def _fsdp_config(value: Any) -> dict[str, Any] | None:
     return config
 
 
-@contextmanager
-def alone(args: RewardTrainingArguments) -> Generator[None]:
+def join_alone(args: RewardTrainingArguments) -> None:
     """Let one process on one GPU be all the ranks of an engine, which computes in `bf16` beside float32 weights."""
-    started = "LOCAL_RANK" in os.environ or args.use_cpu or torch.cuda.device_count() != 1
-    if started or not (args.fsdp or args.deepspeed):
-        yield
+    if not (args.fsdp or args.deepspeed) or args.use_cpu or torch.cuda.device_count() != 1 or RANK in os.environ:
         return
     if not distributed.is_initialized():
         distributed.init_process_group(store=distributed.HashStore(), rank=0, world_size=1)
-    os.environ["LOCAL_RANK"] = "0"  # by which accelerate looks for a group
-    try:
-        yield
-    finally:
-        del os.environ["LOCAL_RANK"]  # commands that are started from here are no ranks
+    os.environ[RANK] = "0"  # by which accelerate and DeepSpeed look for a group; `engine_environment` takes it back
 
 
 def check_engine_files(args: RewardTrainingArguments) -> None:
@@ -202,8 +196,8 @@ def _is_on(config: Any, key: str) -> bool:
 
 @contextmanager
 def engine_environment() -> Generator[None]:
-    """Take the variables of accelerate's environment back that a run sets, before the next run reads them."""
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    """Take the variables of the environment back that a run sets, before the next run reads them."""
+    before = {name: os.environ.get(name) for name in (*ENVIRONMENT, RANK)}
     try:
         yield
     finally:
