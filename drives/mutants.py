@@ -32,6 +32,7 @@ class Mutant:
 LOSSES, COLLATOR, TREE = "vlmrm/training/losses.py", "vlmrm/batching/collator.py", "vlmrm/batching/tree.py"
 STEP, ENGINE, PAIRS = "vlmrm/training/step.py", "vlmrm/engine.py", "vlmrm/measures/pairs.py"
 METRICS, INTERVALS, HEAD = "vlmrm/measures/metrics.py", "vlmrm/measures/intervals.py", "vlmrm/modeling/head.py"
+GRAPHS = "vlmrm/modeling/graphs.py"
 OUTCOME, TRANSFORMS = "vlmrm/rewards/outcome.py", "vlmrm/scoring/transforms.py"
 REWARD_SET, ORIGINALS = "vlmrm/rewards/reward_set.py", "vlmrm/rewards/originals.py"
 SCORER, SERVERS = "vlmrm/scoring/scorer.py", "vlmrm/rewards/servers.py"
@@ -51,9 +52,14 @@ MUTANTS = (
     Mutant(LOSSES, "target[:, None] * steps", "target[:, None]", "tests/training"),
     Mutant(LOSSES, "(2 * variance).sqrt()", "variance.sqrt()", "tests/training"),
     Mutant(LOSSES, "(chosen + rejected) ** 2", "(chosen - rejected) ** 2", "tests/training"),
-    Mutant(LOSSES, "torch.where(tie, tied, win)", "win", "tests/training"),
+    Mutant(LOSSES, "torch.where(tie, 0.5 * (win + loss), win)", "win", "tests/training"),
     Mutant(LOSSES, "self.irrelevant_weight * of_ties", "of_ties", "tests/training"),
-    Mutant(LOSSES, "math.expm1(2 * threshold)", "math.expm1(threshold)", "tests/training"),
+    Mutant(
+        LOSSES,
+        "torch.where(tie, bradley_terry_tie(difference), -logsigmoid(difference))",
+        "-logsigmoid(difference)",
+        "tests/training",
+    ),
     # A gradient or a figure of another step.
     Mutant(STEP, "loss = loss * self.accelerator.num_processes", "loss = loss * 1", "tests/end_to_end"),
     Mutant(STEP, 'scores[part["order"].to(scores.device)]', "scores", "tests/training tests/batching"),
@@ -78,13 +84,14 @@ MUTANTS = (
     Mutant(ENGINE, "for n in part]).argsort()", "for n in part])", "tests/test_engine.py"),
     Mutant(ENGINE, 'logits[part["order"].to(logits.device)]', "logits", "tests/test_engine.py"),
     Mutant(ENGINE, "rows = [row for part", "return [row for part", "tests/test_engine.py"),
-    Mutant(HEAD, "input.float(), self.weight.float()", "input, self.weight.to(input.dtype)", "tests/modeling"),
     Mutant(
-        HEAD,
-        "(Float32Linear(before, after), ACTIVATIONS[self.activation]())",
-        "(Float32Linear(before, after),)",
-        "tests/modeling",
+        HEAD, "linear(input.float(), weight, bias)", "linear(input, weight.to(input.dtype), bias)", "tests/modeling"
     ),
+    Mutant(HEAD, "*norm, ACTIVATIONS[self.activation]()]", "*norm]", "tests/modeling"),
+    Mutant(HEAD, "if (count := len(self.heads)) > 1:", "if (count := len(self.heads)) > 99:", "tests/modeling"),
+    Mutant(GRAPHS, "* (held - layout.before)", "* 0", "tests/modeling"),
+    Mutant(GRAPHS, "row.cu_queries[-1:] + len(padding)", "row.cu_queries[-1:]", "tests/modeling"),
+    Mutant(GRAPHS, "!= self._addresses:", "is None:", "tests/modeling"),
     Mutant(SCORER, "loaded.model.eval()", "loaded.model.train()", "tests/scoring"),
     Mutant(SCORER, "_ = conversation.answer", "pass", "tests/scoring"),
     # A measure that is another one.
@@ -104,7 +111,6 @@ MUTANTS = (
         "np.where(p.longer < 0, p.credits, np.nan)",
         "tests/measures",
     ),
-    Mutant(METRICS, 'p.column("agreement")', 'p.column("weight")', "tests/measures"),
     Mutant(INTERVALS, "a.value - b.value, a.rows - b.rows", "a.value - b.value, a.rows + b.rows", "tests/measures"),
     Mutant(INTERVALS, "product = weights * self.values", "product = self.values", "tests/measures"),
     # A reward that is another one, or a failure that is a number.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from runpy import run_path
 
 from vlmrm.libraries import PACKAGES
 
@@ -25,6 +26,11 @@ def test_packages_have_no_more_lines_than_allowed():
         table = "\n".join(f"{sizes[file]:5} {file.relative_to(ROOT)}" for file in largest)
         assert sum(sizes.values()) <= limit, f"take lines out of {package}, such as from\n{table}"
         assert package == "tests" or sizes[largest[0]] <= FILE, f"a file is one noun of at most {FILE} lines:\n{table}"
+
+
+def test_every_planted_fault_has_its_place():
+    for it in run_path(str(ROOT / "drives/mutants.py"))["MUTANTS"]:
+        assert (ROOT / it.file).read_text(encoding="utf-8").count(it.old) == 1, it
 
 
 def test_few_modules_stand_behind_training():
