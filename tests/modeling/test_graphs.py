@@ -79,7 +79,7 @@ def padded(batch, tokens: int, ends: int):
 
 
 @torch.inference_mode()
-def test_rows_of_a_size_replay_one_graph(graphs):
+def test_rows_of_a_size_replay_one_graph(graphs, monkeypatch):
     model, batches = prepared("qwen2_5_vl", torch.float32)
     plain, whole = ([model(**it).logits for it in rows] for rows in (batches, [padded(it, 64, 8) for it in batches]))
     Graphs(model.eval().language_model)
@@ -91,6 +91,11 @@ def test_rows_of_a_size_replay_one_graph(graphs):
     weight.data = -weight  # elsewhere, and another
     assert not torch.equal(model(**batches[0]).logits, replayed[0]) and len(graphs) == 2
 
+    monkeypatch.setattr(kernels, "kernel_for", lambda *args: "sdpa")  # as in float32, by spans that are on the host
+    Graphs(model.language_model)
+    with pytest.raises(ConfigError, match="it reads rows on the host"):
+        model(**batches[0])
+
 
 def test_prompts_are_kept_and_held_by_graphs(graphs, tmp_path):
     scorer = open_scorer(folder := make_tiny_reward_model(tmp_path, arch="qwen2_5_vl"))
@@ -101,7 +106,11 @@ def test_prompts_are_kept_and_held_by_graphs(graphs, tmp_path):
     scorer.clear_caches()
     replaying = Graphs(scorer.model.language_model)
     torch.testing.assert_close([scorer.score([it]) for it in conversations], expected, rtol=0, atol=1e-5)
-    assert {(held > 0, keeps) for (*_, held, keeps), *_ in replaying.rows} == {(False, True), (True, False)}
+    scorer.clear_caches()
+    again = [*scorer.score(conversations[:1]), *scorer.score([conversations[0], conversations[2]])]  # held beside kept
+    torch.testing.assert_close(again, [*expected[0], *expected[0], *expected[2]], rtol=0, atol=1e-5)
+    kinds = {(held > 0, keeps) for (*_, held, keeps), *_ in replaying.rows}
+    assert kinds == {(False, True), (True, False), (True, True)}
 
 
 @torch.inference_mode()

@@ -271,7 +271,8 @@ class _Ends:
 
     def restore(self, mlp: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor | None:
         """Return the ends' output [1, N, H] at their positions in [1, T, H], with zeros elsewhere."""
-        if self.layout is None:
+        layout, self.layout = self.layout, None  # what it holds is not kept after its row
+        if layout is None:
             return None
-        row = output.new_zeros(1, len(self.layout), output.shape[2])
-        return row.index_copy(1, self.layout.ends(output.device), output)
+        row = output.new_zeros(1, len(layout), output.shape[2])
+        return row.index_copy(1, layout.ends(output.device), output)

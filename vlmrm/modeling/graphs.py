@@ -7,6 +7,7 @@ into tensors of that size. Towers, embeddings and heads stay outside.
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from vlmrm.batching.shared import Gathered, Keep, Kept, PackedLayout, Span
 from vlmrm.errors import ConfigError
 from vlmrm.modeling.kernels import along, log_once
 
-TOKENS = 4096  # of the longest row that is replayed: the kernels of a longer one take longer than their launches
-GRAPHS = 32  # the one replayed longest ago goes first
+TOKENS = 4096  # of the longest row that is replayed, and held before it: longer ones take longer than their launches
+GRAPHS = 16  # the one replayed longest ago goes first
 HOST = torch.device("cpu")
+RECORDING = Lock()  # CUDA records one graph at a time
 SIDES = {"inputs_embeds": (0, 0, 0), "position_ids": (0,), "attention_mask": (0,)}  # that stay, where rows are padded
 
 
@@ -29,26 +31,30 @@ class Graphs:
     """
 
     def __init__(self, language_model: Any):
-        self.model, self.forward = language_model, language_model.forward
-        self.weights = [*language_model.parameters()]
-        self._stream = torch.cuda.Stream(self.weights[0].device)
+        self.model, before = language_model, language_model.forward
+        self.forward: Callable[..., Any] = before.forward if isinstance(before, Graphs) else before
         self.clear()
+        self._device = self.weights[0].device
+        self._stream = torch.cuda.Stream(self._device)
         language_model.forward = self
 
     def clear(self) -> None:
         """Drop the graphs and their memory."""
         self.rows: dict[Any, StaticRow] = {}  # the latest replayed last
+        self.weights = [*self.model.parameters()]
         self._addresses: list[int] = []
-        self._pool = torch.cuda.graph_pool_handle()  # of all, as they run in turn; one that lost all takes no other
+        self._pool = torch.cuda.graph_pool_handle()  # of all, as they run in turn; without graphs it is of no more use
 
     def __call__(self, *args: Any, **inputs: Any) -> Any:
         layout: Any = inputs.get("layout")
         given = {name for name, value in inputs.items() if not isinstance(value, bool | int | float | str | None)}
         trained = torch.is_grad_enabled() or self.model.training or torch.is_autocast_enabled()
         odd, mask = given ^ {*SIDES, "layout"}, inputs.get("attention_mask")
-        if args or odd or trained or not isinstance(mask, torch.Tensor) or len(layout) > TOKENS:
-            log_once(f"cuda_graphs: none over {TOKENS} tokens, for gradients, or {sorted(odd) or 'other masks'}")
+        if args or odd or trained or not isinstance(mask, torch.Tensor) or mask.device != self._device:
+            log_once(f"cuda_graphs: none for gradients, on another device, or of {sorted(odd) or 'other masks'}")
             return self.forward(*args, **inputs)
+        if max(len(layout), layout.before) > TOKENS:
+            return self.forward(**inputs)
         key = size, *_ = size_of(layout), *sorted(item for item in inputs.items() if item[0] not in given)
         with torch.inference_mode():
             if (addresses := [weight.data_ptr() for weight in self.weights]) != self._addresses:
@@ -56,7 +62,12 @@ class Graphs:
                 self._addresses = addresses
             row = self.rows.pop(key, None) or StaticRow(size, inputs)
             row.fill(inputs, layout)
-            row.replay = row.replay or self._record(lambda: row.run(self.forward))
+            try:
+                row.replay = row.replay or self._record(lambda: row.run(self.forward))
+            except torch.OutOfMemoryError:
+                log_once("cuda_graphs: no memory is left for more")
+                self.clear()
+                return self.forward(**inputs)
             self.rows[key] = row
             if len(self.rows) > GRAPHS:
                 del self.rows[next(iter(self.rows))]
@@ -69,15 +80,19 @@ class Graphs:
         graph, others = torch.cuda.CUDAGraph(), "thread_local"  # other threads may allocate meanwhile
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         try:
-            with torch.cuda.stream(self._stream):
+            with RECORDING, torch.cuda.stream(self._stream):
                 run()  # what first calls load and allocate cannot be recorded
                 run()
                 with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=others):
                     run()
-        except (AttributeError, RuntimeError, TypeError) as error:  # of CUDA, or of what looks for segments
-            raise ConfigError(
-                f"cuda_graphs cannot record {type(self.model).__name__}, leave it out: {error}"
-            ) from error
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, RuntimeError, TypeError) as error:
+            host = (
+                "it reads rows on the host, as in float32" if isinstance(error, AttributeError | TypeError) else error
+            )
+            name = type(self.model).__name__
+            raise ConfigError(f"cuda_graphs cannot record {name}: {host}; leave it out, or use bfloat16.") from error
         return graph.replay
 
 

@@ -32,6 +32,7 @@ from vlmrm.scoring.protocol import ConversationLike, Group, all_scores, conversa
 
 GREY = Image(Pillow.new("RGB", (BLANK_SIDE, BLANK_SIDE), "grey"))
 PLACEHOLDER = Conversation((Message.of("user", GREY), Message.of("assistant", "-")))
+TEXT = Conversation((Message.of("user", "-"), Message.of("assistant", "-")))
 
 
 class LocalScorer:
@@ -79,7 +80,11 @@ class LocalScorer:
             self.engine.prefixes = PrefixCache(self.cache, collator.batcher)
             self.model.vision_cache = FeatureCache(self.cache, self.model.vision_cache)
         if self.cache.limit or cuda_graphs:
-            self.score_each([PLACEHOLDER])  # a model refuses in its first forward: `prompts_kept` is known from now on
+            for first in (
+                PLACEHOLDER,
+                TEXT,
+            ):  # a model refuses in its first forwards: `prompts_kept` is known from now on
+                self.score_each([first])
             self.clear_caches()
 
     @property

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from torch import distributed
 from transformers.integrations import get_available_reporting_integrations
 
 from vlmrm.errors import ConfigError, TrainingError, first_line
@@ -43,8 +44,10 @@ def check_launch(run: RunArguments) -> None:
 
 
 def check_visible(run: RunArguments) -> None:
-    """Refuse a launch of a single process on several GPUs."""
+    """Refuse a launch of a single process on several GPUs, or with FSDP2 on anything but one of CUDA."""
     check_gpus(run.training.n_gpu)
+    if run.training.fsdp and not run.training.use_cpu and not distributed.is_initialized():
+        raise ConfigError("fsdp of one process needs a CUDA GPU: remove it, or start several processes.")
 
 
 def check_gpus(count: int) -> None:

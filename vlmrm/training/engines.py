@@ -64,7 +64,7 @@ ENVIRONMENT = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": PIECES,
     "ACCELERATE_DYNAMO_BACKEND": COMPILED,
 }
-RANK = "LOCAL_RANK"
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by a launcher, or a run alone
 
 
 def read_engines(args: RewardTrainingArguments) -> None:
@@ -117,12 +117,12 @@ def _fsdp_config(value: Any) -> dict[str, Any] | None:
 
 
 def join_alone(args: RewardTrainingArguments) -> None:
-    """Let one process on one GPU be all the ranks of an engine, which computes in `bf16` beside float32 weights."""
-    if not (args.fsdp or args.deepspeed) or args.use_cpu or torch.cuda.device_count() != 1 or RANK in os.environ:
+    """Let one process on one GPU be all the ranks of FSDP2: it then computes in `bf16` beside float32 weights."""
+    if not args.fsdp or args.use_cpu or torch.cuda.device_count() != 1 or "LOCAL_RANK" in os.environ:
         return
     if not distributed.is_initialized():
         distributed.init_process_group(store=distributed.HashStore(), rank=0, world_size=1)
-    os.environ[RANK] = "0"  # by which accelerate and DeepSpeed look for a group; `engine_environment` takes it back
+    os.environ["LOCAL_RANK"] = "0"  # by which accelerate looks for a group
 
 
 def check_engine_files(args: RewardTrainingArguments) -> None:
@@ -197,7 +197,7 @@ def _is_on(config: Any, key: str) -> bool:
 @contextmanager
 def engine_environment() -> Generator[None]:
     """Take the variables of the environment back that a run sets, before the next run reads them."""
-    before = {name: os.environ.get(name) for name in (*ENVIRONMENT, RANK)}
+    before = {name: os.environ.get(name) for name in (*ENVIRONMENT, *LAUNCHED)}
     try:
         yield
     finally:

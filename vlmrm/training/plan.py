@@ -31,7 +31,7 @@ from vlmrm.modeling import load_processor, lora_config
 from vlmrm.training.arguments import RunArguments
 from vlmrm.training.build import build_collator, build_model, build_trainer, weight_dtype
 from vlmrm.training.checks import CHECKS, check_disk, check_visible, checkpoint_bytes
-from vlmrm.training.engines import engine_of
+from vlmrm.training.engines import engine_environment, engine_of
 from vlmrm.training.fit import fit
 from vlmrm.training.folder import check_base, check_settings, check_unlocked, restart_of, training_settings
 from vlmrm.training.main import base_digest, launch_alone, plain_memory_errors
@@ -106,6 +106,7 @@ def token_figures(part: Survey) -> dict[str, float]:
     return {name: float(figure(part.tokens)) for name, figure in figures.items()} if part.tokens else {}
 
 
+@engine_environment()
 def plan_training(config: Configuration) -> TrainingPlan:
     """Plan the training of a configuration."""
     run = RunArguments.parse(config, "vlmrm plan")

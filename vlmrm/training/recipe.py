@@ -188,7 +188,7 @@ def facts_of_data(arguments: DataArguments) -> DataFacts:
     try:
         dataset = cast(Any, load_comparisons(arguments.dataset_path, arguments=arguments))
     except DataError:
-        if not (outputs := rating_columns(arguments)):
+        if arguments.outputs or not (outputs := rating_columns(arguments)):
             raise
         arguments = replace(arguments, outputs=outputs)
         dataset = cast(Any, load_comparisons(arguments.dataset_path, arguments=arguments))
