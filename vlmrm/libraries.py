@@ -43,6 +43,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     ),
     "latents": ("diffusers",),
 }
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun tells each rank
 ROBOTS, ROBOTS_FOLDER = "vlmrm-robots", "packages/robots"  # the distribution next door, which adds its own extras
 
 

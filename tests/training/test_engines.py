@@ -22,6 +22,7 @@ from vlmrm.errors import ConfigError
 from vlmrm.modeling.arguments import ModelArguments
 from vlmrm.modeling.families import BY_MODEL_TYPE
 from vlmrm.training.arguments import RewardTrainingArguments
+from vlmrm.training.checks import check_visible
 from vlmrm.training.engines import compiles, engine_environment, join_alone
 
 
@@ -105,8 +106,9 @@ def test_the_shipped_file_is_version_2_of_fsdp(arguments, word):
 def test_a_run_restores_the_environment_it_sets(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     with engine_environment():
-        os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_DYNAMO_BACKEND": "inductor"}
-    assert "ACCELERATE_USE_FSDP" not in os.environ and os.environ["ACCELERATE_DYNAMO_BACKEND"] == "no"
+        os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_DYNAMO_BACKEND": "inductor", "RANK": "0"}
+    assert os.environ.keys().isdisjoint(["ACCELERATE_USE_FSDP", "RANK"])
+    assert os.environ["ACCELERATE_DYNAMO_BACKEND"] == "no"
 
 
 @pytest.mark.parametrize(("gpus", "keys", "ranks"), [(1, FSDP, 1), (1, {}, None), (8, FSDP, None)])
@@ -123,6 +125,12 @@ def test_an_engine_of_one_process_has_a_group_of_one(gpus, keys, ranks, monkeypa
     finally:
         if distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def test_fsdp_of_one_process_that_has_no_group_is_refused():
+    run: Any = SimpleNamespace(training=SimpleNamespace(n_gpu=1, fsdp=True, use_cpu=False))
+    with pytest.raises(ConfigError, match="fsdp of one process needs a CUDA GPU"):
+        check_visible(run)
 
 
 def test_blocks_are_compiled_by_default_where_that_pays():

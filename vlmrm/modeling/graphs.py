@@ -88,11 +88,9 @@ class Graphs:
         except torch.OutOfMemoryError:
             raise
         except (AttributeError, RuntimeError, TypeError) as error:
-            host = (
-                "it reads rows on the host, as in float32" if isinstance(error, AttributeError | TypeError) else error
-            )
+            why = error if isinstance(error, RuntimeError) else "it reads rows on the host, as in float32"
             name = type(self.model).__name__
-            raise ConfigError(f"cuda_graphs cannot record {name}: {host}; leave it out, or use bfloat16.") from error
+            raise ConfigError(f"cuda_graphs cannot record {name}: {why}; leave it out, or use bfloat16.") from error
         return graph.replay
 
 

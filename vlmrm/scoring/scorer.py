@@ -80,11 +80,9 @@ class LocalScorer:
             self.engine.prefixes = PrefixCache(self.cache, collator.batcher)
             self.model.vision_cache = FeatureCache(self.cache, self.model.vision_cache)
         if self.cache.limit or cuda_graphs:
-            for first in (
-                PLACEHOLDER,
-                TEXT,
-            ):  # a model refuses in its first forwards: `prompts_kept` is known from now on
-                self.score_each([first])
+            self.score_each([PLACEHOLDER])  # a model refuses in its first forward: `prompts_kept` is known from now on
+            if cuda_graphs:
+                self.score_each([TEXT])  # of some models, graphs compute no row with an image
             self.clear_caches()
 
     @property

@@ -19,6 +19,7 @@ from anyio.to_thread import run_sync
 
 from vlmrm.conversation import Outcome
 from vlmrm.formats.wire import read_outcome
+from vlmrm.libraries import LAUNCHER
 from vlmrm.serving.links import Link, LinkLost
 from vlmrm.serving.worker_spec import WorkerSpec, revision_of, weights_on_disk
 
@@ -27,7 +28,6 @@ T = TypeVar("T")
 WORKER = Path(__file__).parent / "worker"
 # Of the environment workers do not get the secrets, nor a launcher's variables: they are no ranks.
 SECRETS = ("VLMRM_TOKEN", "VLMRM_ADMIN_TOKEN", "VLMRM_REDIS_PASSWORD", "VLMRM_REDIS_URL")
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 ENDING_S = 5.0  # to end by itself before it is killed
 
 

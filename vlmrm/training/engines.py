@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from vlmrm.config import NO_ENGINE
 from vlmrm.errors import ConfigError
-from vlmrm.libraries import relies_on
+from vlmrm.libraries import LAUNCHER, relies_on
 from vlmrm.modeling.head import Float32Linear
 from vlmrm.settings import did_you_mean
 
@@ -64,7 +64,6 @@ ENVIRONMENT = {
     "ACCELERATE_USE_PARALLELISM_CONFIG": PIECES,
     "ACCELERATE_DYNAMO_BACKEND": COMPILED,
 }
-LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # by a launcher, or a run alone
 
 
 def read_engines(args: RewardTrainingArguments) -> None:
@@ -197,7 +196,7 @@ def _is_on(config: Any, key: str) -> bool:
 @contextmanager
 def engine_environment() -> Generator[None]:
     """Take the variables of the environment back that a run sets, before the next run reads them."""
-    before = {name: os.environ.get(name) for name in (*ENVIRONMENT, *LAUNCHED)}
+    before = {name: os.environ.get(name) for name in (*ENVIRONMENT, *LAUNCHER)}
     try:
         yield
     finally:

@@ -120,8 +120,8 @@ def plan_training(config: Configuration) -> TrainingPlan:
     if not (run.model.model_name_or_path and run.data.dataset_path):
         return plan
     output = Path(run.training.output_dir).absolute()
-    with plan.stage(), plain_write_errors(output, "output_dir"), tempfile.TemporaryFile(dir=existing_parent(output)):
-        pass
+    with plan.stage(), plain_write_errors(output, "output_dir"):
+        tempfile.TemporaryFile(dir=existing_parent(output)).close()  # as a training would write there
     with plan.stage():
         check_unlocked(Path(run.training.output_dir))  # else a checkpoint that is being written looks broken
         _plan_resume(plan, run)
