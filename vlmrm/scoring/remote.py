@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -346,23 +347,35 @@ class EncodedMedia:
 
 def classify_body(conversation: Conversation, **options: Any) -> dict[str, Any]:
     """Return a request of vLLM's `/classify` for the raw logit of a conversation; by default it answers σ of it."""
-    messages = [{"role": message.role, "content": chat_content(message)} for message in conversation.messages]
+    messages = [{"role": message.role, "content": _chat_content(message)} for message in conversation.messages]
     return {"messages": messages, "use_activation": False, "add_generation_prompt": False, **options}
 
 
-def chat_content(message: Message) -> str | list[dict[str, Any]]:
+def read_classified(answer: Any, server: str) -> float:
+    """Return the number of a `/classify` answer's one class; raise RewardError, which names `server`, without one."""
+    try:
+        [row] = answer["data"]
+        [number] = row["probs"]
+        if not isinstance(number, bool) and math.isfinite(number):
+            return float(number)
+    except (LookupError, TypeError, ValueError):
+        pass
+    raise RewardError(f"{server}/classify did not answer with one number: {json.dumps(answer)[:200]}")
+
+
+def _chat_content(message: Message) -> str | list[dict[str, Any]]:
     """Return a message's content as OpenAI's clients write it, images as data URIs."""
     if all(isinstance(part, Text) for part in message.content):
         return message.text
     return [
         {"type": "text", "text": part.text}
         if isinstance(part, Text)
-        else {"type": "image_url", "image_url": {"url": image_uri(part)}}
+        else {"type": "image_url", "image_url": {"url": _image_uri(part)}}
         for part in message.content
     ]
 
 
-def image_uri(part: Part) -> str:
+def _image_uri(part: Part) -> str:
     """Return an image as our models see it in a data URI; raise RowError for a video."""
     if not isinstance(part, ImagePart):
         raise RowError("a video cannot be handed to another server, which would look at other frames: send images")

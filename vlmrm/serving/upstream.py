@@ -10,7 +10,6 @@ is away, the reward is unavailable, and requests that were accepted wait.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -23,7 +22,7 @@ from vlmrm.errors import ConfigError, RewardError, RowError
 from vlmrm.formats.flow_factory import PROMPT_SLOT, PromptTemplate
 from vlmrm.formats.wire import Item, WireOutcome
 from vlmrm.http import Refused, Server, Unavailable, read_json, retried, run
-from vlmrm.scoring.remote import classify_body
+from vlmrm.scoring.remote import classify_body, read_classified
 from vlmrm.scoring.transforms import sigmoid
 from vlmrm.serving.media import conversation_of
 
@@ -80,15 +79,7 @@ class VLLM:
         async def send(seconds: float) -> Any:
             return read_json(await self.server.call("POST", ROUTE, seconds, late=Unavailable, json=body))
 
-        answer = run(retried(send, seconds=self.timeout, unreachable=UNREACHABLE_S))
-        try:
-            [row] = answer["data"]
-            [number] = row["probs"]
-            if math.isfinite(number):
-                return float(number)
-        except (KeyError, TypeError, ValueError):
-            pass
-        raise RewardError(f"{self.server.name}{ROUTE} did not answer with one number: {json.dumps(answer)[:200]}")
+        return read_classified(run(retried(send, seconds=self.timeout, unreachable=UNREACHABLE_S)), self.server.name)
 
     def _check(self) -> None:
         """Refuse a server that does not return raw logits: it would do as if it did."""

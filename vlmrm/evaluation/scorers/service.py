@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from vlmrm.evaluation.schema import Origin
 from vlmrm.evaluation.scorers.conversations import Compared, ConversationScorer, compared, origin_of
 from vlmrm.http import Refused, Server, read_json, run
 from vlmrm.rewards.remote import Endpoints, json_content
-from vlmrm.scoring.remote import RemoteScorer, classify_body
+from vlmrm.scoring.remote import RemoteScorer, classify_body, read_classified
 from vlmrm.settings import did_you_mean
 
 CLASSIFY = "/classify"
@@ -132,13 +131,7 @@ class _Classifier(ConversationScorer):
             return error
         except Refused as error:
             return RowError(str(error))
-        try:
-            [score] = answer["data"][0]["probs"]
-        except (LookupError, TypeError, ValueError):
-            raise RewardError(f"{self.name} answered {json.dumps(answer)[:200]}, without one score.") from None
-        if isinstance(score, bool) or not isinstance(score, (int, float)) or not math.isfinite(score):
-            raise RewardError(f"{self.name} answered {score!r} as a score.")
-        return float(score)
+        return read_classified(answer, self.entry.address.name)
 
     def origin(self) -> Origin:
         return origin_of(self.entry.digest(), url=self.entry.address.name, route=CLASSIFY, **self.model)
