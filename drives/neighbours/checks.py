@@ -229,7 +229,8 @@ def main(checks: Mapping[str, Callable[[Case], Any]]) -> None:
         try:
             report[name] = {"proved": True, "what": check(case)}
         except BaseException as error:
-            report[name] = {"proved": False, "what": f"{type(error).__name__}: {error}"[:600]}
+            said = f"{type(error).__name__}: {error}"  # Ray's says where first, and why last
+            report[name] = {"proved": False, "what": said if len(said) < 900 else f"{said[:300]} ... {said[-600:]}"}
             traceback.print_exc()
         written = Path(sys.argv[2] + ".part")
         written.write_text(json.dumps(report), encoding="utf-8")

@@ -200,6 +200,11 @@ def test_a_reward_waits_for_an_unready_server(start, waits):
     assert rewards(prompt=["a"], image=pictures(40)).rewards["far"].tolist() == [40]
 
 
+def test_a_server_has_longer_to_answer_at_the_start(start, monkeypatch):
+    monkeypatch.setattr("vlmrm.rewards.remote.HEALTH_TIMEOUT", 1e-6)
+    remote(start().url)
+
+
 def test_an_absent_server_is_fatal_unless_another_answers(start, nowhere, caplog):
     well = start()
     with pytest.raises(RewardError, match=rf"{nowhere}/health cannot be reached .*refused"):

@@ -43,6 +43,7 @@ logger = logging.getLogger("vlmrm")
 
 REST = 10.0  # seconds for which a server that failed is asked last
 HEALTH_TIMEOUT = 5.0
+OPENING_TIMEOUT = 30.0  # for the same at the start, while a busy machine loads much else
 PAUSE = 1.0  # seconds of patience between two trials
 
 
@@ -240,7 +241,7 @@ class Endpoint:
     async def problem(self) -> str | None:
         """Return why the server cannot be used now; None where it can."""
         try:
-            status = (await self._health(HEALTH_TIMEOUT)).status_code
+            status = (await self._health(OPENING_TIMEOUT)).status_code
         except RewardError as error:
             return str(error)
         return None if status < 400 else f"{self.server.name}/health answered {status}"
