@@ -5,8 +5,8 @@ whole image and six windows of it, 4 layers of text, all of them trained with ac
 in a training, from one micro-batch to the next. `library` is the same under transformers' own sdpa.
 
 `vision_ops` are the operators that torch's profiler sees. `host_waits` are those of its operators that answer a number
-to the host or a tensor of unknown length (`WAITS`), and calls that read a whole tensor (`READS`), counted on a CPU as
-they would be on a GPU. One is that of the loss and the log's figures; one reads numbers that are on the host already.
+to the host or a tensor of unknown length (`WAITS`), and calls that read a whole tensor (`READS`), counted on a CPU. A
+GPU has neither of the two that are ours: one reads grids that stay on the host, one checks a CPU's attention mask.
 Reads alone: copies to a GPU, which may wait too, do not happen on a CPU.
 """
 
