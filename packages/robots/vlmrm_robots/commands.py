@@ -422,6 +422,7 @@ def demo(*, output: Path = Path("outputs/frames_demo"), seed: int = 0) -> None:
     """
     from vlmrm_robots.frames.demo import run_demo
 
+    start_log("frames_demo")
     run_demo(output, seed)
 
 
