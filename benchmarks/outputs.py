@@ -87,7 +87,7 @@ def _rated(new: Callable[..., Any], rng: np.random.Generator, noise: float) -> d
     image, values = new()
     rated = {name: float(np.clip(1 + 4 * value + rng.normal(0, noise), 1, 5)) for name, value in values.items()}
     kept = {name: it for name, it in rated.items() if not noise or rng.random() >= MISSING or name == "light"}
-    return {"prompt": "Draw a disc.", "response_image": image, **kept}
+    return {"prompt": "Draw a disc.", "response_image": image, **kept, "truth": [*values.values()]}
 
 
 def _pair(new: Callable[..., Any], rng: np.random.Generator) -> dict[str, Any]:
@@ -151,6 +151,7 @@ def one_seed(folder: Path, seed: int, quick: bool) -> dict[str, float]:
     return {
         **{f"rank_{name}": ratings[name]["rank"] for name in DIMENSIONS},
         **leak(scored["ratings"]),
+        "leak_of_labels": leak_of_labels(trained["ratings"]),
         "auc": scored["steps"].figures["right"]["auc"],
         "order": scored["episodes"].figures["done"]["order"],
         "criterion": scored["pairs"].figures["better"]["accuracy"],
@@ -210,6 +211,21 @@ def leak(scored: Scored) -> dict[str, float]:
     }
 
 
+def leak_of_labels(file: Path) -> float:
+    """Return the largest change of a rating, as a share of its range, that a regression on the truth gives another.
+
+    No model of these noisy ratings can be expected to have less.
+    """
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    found = []
+    for name in DIMENSIONS:
+        rated = [it for it in rows if name in it]
+        truth = np.array([[1.0, *it["truth"]] for it in rated])
+        _, *slopes = np.linalg.lstsq(truth, np.array([it[name] for it in rated]), rcond=None)[0]
+        found += [abs(slope) / 4 for other, slope in zip(DIMENSIONS, slopes, strict=True) if other != name]
+    return float(max(found))
+
+
 def calibration(pairs: Scored, singles: Scored) -> dict[str, float]:
     """Return the error of probabilities and of percentiles, each on a half that did not set the scale.
 
@@ -264,7 +280,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
     def of(name: str) -> list[float]:
         return [figures[name] for figures in found if name in figures]
 
-    beside = {name: statistics.mean(of(f"leak_{name}")) for name in ("of_range", "floor")}
+    beside = {name: statistics.mean(of(f"leak_{name}")) for name in ("of_range", "floor", "of_labels")}
     ranks = [min(figures[f"rank_{name}"] for name in DIMENSIONS) for figures in found]
     return [
         line("ratings_rank", ranks, "Spearman, the least of three dimensions", at_least=0.95),
