@@ -134,7 +134,8 @@ def describe_errors(errors: Sequence[Any], kind: type[BaseModel] | None = None, 
     path = ".".join(str(part)[:40] for part in first["loc"])
     if first["type"] == "extra_forbidden":
         *block, key = first["loc"]
-        near = nearest(key, _keys(kind, block))
+        keys = _keys(kind, block)
+        near = nearest(key, keys) or (f"options.{key}" if "options" in keys else None)
         return f"unknown key {path}" + (f" (did you mean {near}?)" if near else "")
     if first["type"] == "missing":
         return f"{path} is missing"

@@ -33,6 +33,7 @@ def written(tmp_path):
         (f"{REWARD}modelpath = 'x'", "unknown key reward_args.0.modelpath (did you mean model_path?)."),
         (f"{REWARD}[limits]\nmax_itens = 1", "unknown key limits.max_itens (did you mean max_items?)."),
         (f"{REWARD}[decode_args]\nmodelpath = 'x'", "unknown key decode_args.modelpath (did you mean model_path?)."),
+        (f"{REWARD}output = 'x'", "unknown key reward_args.0.output (did you mean options.output?)."),
         ("[[reward_args]]\nname = 'x'", "reward_args.0.reward_type is missing."),
         (f"{REWARD}{REWARD}", "2 rewards are called vlm_reward: give each a name of its own."),
         ("port = 1", "no reward is enabled: give at least one [[reward_args]]."),
