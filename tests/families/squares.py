@@ -24,30 +24,32 @@ MEDIA_TOKENS = {
 TWICE = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}  # half share keys
 
 
-def gemma4(text: dict[str, Any], vision: dict[str, Any], **config: Any) -> Tiny:
+POOLED = {"patch_size": 4, "pooling_kernel_size": 2}
+GEMMA4_TOWER = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 64},
+}
+
+
+def gemma4(text: dict[str, Any], vision: dict[str, Any], kind: str = "") -> Tiny:
+    def made(part: str, **keys: Any) -> Any:
+        return getattr(t, f"Gemma4{kind}{part}")(**keys)
+
     return Tiny(
-        "gemma4",
-        lambda tokenizer, template: t.Gemma4Processor(
-            t.Gemma4AudioFeatureExtractor(),
-            t.Gemma4ImageProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
-            tokenizer,
-            t.Gemma4VideoProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
-            template,
+        f"gemma4{kind and '_'}{kind.lower()}",
+        lambda tokenizer, template: made(
+            "Processor",
+            feature_extractor=made("AudioFeatureExtractor"),
+            image_processor=made("ImageProcessor", **POOLED, max_soft_tokens=70),
+            tokenizer=tokenizer,
+            video_processor=made("VideoProcessor", **POOLED, max_soft_tokens=70),
+            chat_template=template,
         ),
         tokens=MEDIA_TOKENS,
         image="<|image|>",
         video="<|video|>",
         turn=GEMMA_TURN,
-        config={
-            "text_config": {**TWICE, **text},
-            "vision_config": {
-                **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
-                **{"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2},
-                "position_embedding_size": 64,
-                **vision,
-            },
-            **config,
-        },
+        config={"text_config": {**TWICE, **text}, "vision_config": {**POOLED, **vision}},
     )
 
 
@@ -224,7 +226,7 @@ SQUARES = [
         needs="timm",
     ),
     gemma4(  # as E2B
-        {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}, {"use_clipped_linears": True}
+        {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}, {**GEMMA4_TOWER, "use_clipped_linears": True}
     ),
     gemma4(  # as 26B-A4B
         {
@@ -237,36 +239,12 @@ SQUARES = [
             "top_k_experts": 2,
             "moe_intermediate_size": 32,
         },
-        {"standardize": True},
+        {**GEMMA4_TOWER, "standardize": True},
     ),
-    Tiny(
-        "gemma4_unified",
-        lambda tokenizer, template: t.Gemma4UnifiedProcessor(
-            t.Gemma4UnifiedAudioFeatureExtractor(),
-            t.Gemma4UnifiedImageProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
-            tokenizer,
-            t.Gemma4UnifiedVideoProcessor(patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
-            template,
-        ),
-        tokens=MEDIA_TOKENS,
-        image="<|image|>",
-        video="<|video|>",
-        turn=GEMMA_TURN,
-        config={
-            "text_config": {
-                **TWICE,
-                "num_kv_shared_layers": 2,
-                "attention_k_eq_v": True,
-                "num_global_key_value_heads": 1,
-            },
-            "vision_config": {
-                "patch_size": 4,
-                "pooling_kernel_size": 2,
-                "mm_embed_dim": 64,
-                "mm_posemb_size": 64,
-                "output_proj_dims": 64,
-            },
-        },
+    gemma4(
+        {"num_kv_shared_layers": 2, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {"mm_embed_dim": 64, "mm_posemb_size": 64, "output_proj_dims": 64},
+        "Unified",
     ),
     Tiny(
         "got_ocr2",
