@@ -76,6 +76,18 @@ def test_compiled_blocks_change_no_score_and_no_gradient(model_type, dtype, lora
     compile_as_before(model, plain, batches, backend, trained, 1e-12 if dtype == torch.float64 else 0)
 
 
+class Block(GradientCheckpointingLayer):
+    def forward(self, hidden):
+        return hidden * hidden + hidden
+
+
+def test_graphs_round_half_precision_where_eager_does():
+    block, hidden = Block(), torch.randn(1, 64, dtype=torch.bfloat16)
+    plain = block(hidden)
+    compile_blocks(block)
+    assert torch.equal(block(hidden), plain)
+
+
 def compile_as_before(
     model: Any, plain: Any, batches: Any, backend: str, trained: Any = None, tolerance: float = 1e-12
 ) -> None:
