@@ -214,7 +214,7 @@ def leak(scored: Scored) -> dict[str, float]:
 def leak_of_labels(file: Path) -> float:
     """Return the largest change of a rating, as a share of its range, that a regression on the truth gives another.
 
-    No model of these noisy ratings can be expected to have less.
+    It is what the noise of the ratings leaves to an estimate without bias.
     """
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     found = []

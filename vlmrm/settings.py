@@ -127,7 +127,8 @@ def validate(kind: type[Settings], content: Mapping[str, Any], where: str, *, se
 def describe_errors(errors: Sequence[Any], kind: type[BaseModel] | None = None, *, values: bool = False) -> str:
     """Return the first of pydantic's `errors` in words.
 
-    Of the model `kind` keys are suggested for a mistyped one. `values`, which may be secrets or images, are told.
+    Of the model `kind` keys are suggested for a mistyped one, and `options`, where it has some, for another. `values`,
+    which may be secrets or images, are told.
     """
     # An unknown key before any other, as a typo in it explains why one is missing.
     first = next((error for error in errors if error["type"] == "extra_forbidden"), errors[0])
